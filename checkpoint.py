@@ -1,0 +1,356 @@
+"""Folders that are whole or absent: manifests, publishing, locks, checkpoints, and the check of a model folder.
+
+A folder is written beside its place, its manifest.json (sizes and sha256 of every file) last, synced, and renamed in.
+A reader trusts a folder only when its manifest fits. Nothing here is read through pickle.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+from cli import BadInput, CheckFailed, TryAgain, say
+
+MANIFEST = "manifest.json"
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{6,})")
+LATEST = "latest"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files and folders
+
+
+def sha256_file(path):
+    """Return the sha256 of a file as 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_bytes(path, data):
+    """Write a file that appears under its name only when it is whole and synced."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path, value):
+    """Write `value` as JSON, whole or not at all."""
+    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(folder, flag):
+    """Raise BadInput unless files can be written in `folder`, or in the nearest folder above it that exists."""
+    place = Path(folder)
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise BadInput(f"{flag} {folder}: {place} is not a folder; choose another place")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise BadInput(f"{flag} {folder}: no permission to write in {place}; choose another place")
+
+
+@contextlib.contextmanager
+def staging(target):
+    """Give a new folder beside `target` to fill and `publish`; what is left of it, or of a killed run's, is removed.
+
+    The caller holds the output's lock, so nobody else's staging folder is in the way.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = target.with_name(f".{target.name}.staging")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder, target, **facts):
+    """Seal `folder` with a manifest of its files and `facts`, sync it, and rename it to `target`.
+
+    What stood at `target` goes only after the new folder is in place; `recover` puts it back after a kill in between.
+    """
+    folder, target = Path(folder), Path(target)
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
+        _sync(path)
+    write_json(folder / MANIFEST, {**facts, "files": files})
+    for path in [path for path in folder.rglob("*") if path.is_dir()] + [folder]:
+        _sync(path)
+    replaced = _aside(target)
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(target, replaced)
+    os.rename(folder, target)
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(target):
+    """Put back what `publish` was about to replace when it was killed."""
+    replaced = _aside(target)
+    if replaced.exists() and not Path(target).exists():
+        os.rename(replaced, target)
+
+
+def _aside(target):
+    return Path(target).with_name(f".{Path(target).name}.replaced")
+
+
+def read_manifest(folder, deep=False):
+    """Return the manifest of a whole folder, or None where it is absent or does not fit its files.
+
+    Sizes are compared; `deep` compares every file's sha256 too.
+    """
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for name, fact in manifest["files"].items():
+            if (folder / name).stat().st_size != fact["size"]:
+                return None
+            if deep and sha256_file(folder / name) != fact["sha256"]:
+                return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return manifest
+
+
+@contextlib.contextmanager
+def lock(path):
+    """Hold the lock file `path`; raise TryAgain, naming the holder, while another run does.
+
+    The kernel frees it with the process that holds it, so a killed run's lock never stands in the way.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise TryAgain(f"{path.parent} is in use by {file.read().strip() or 'another run'}: wait for it") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run was made from
+
+
+def fingerprint_files(paths, known=()):
+    """Return [{"path", "size", "mtime_ns", "sha256"}] of input files.
+
+    A file of the path, size and time of an entry in `known` (an earlier run's list) is not read again.
+    """
+    known = {(fact["path"], fact["size"], fact["mtime_ns"]): fact["sha256"] for fact in known}
+    facts = []
+    for path in paths:
+        status = os.stat(path)
+        fact = {"path": os.path.abspath(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+        fact["sha256"] = known.get((fact["path"], status.st_size, status.st_mtime_ns)) or sha256_file(path)
+        facts.append(fact)
+    return facts
+
+
+def combined_digest(facts):
+    """Return one sha256 of a list of `fingerprint_files`, by name and content, wherever the files lie."""
+    lines = sorted(f"{os.path.basename(fact['path'])} {fact['sha256']}" for fact in facts)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def check_same_settings(settings, earlier, place):
+    """Raise BadInput naming each setting in which a run differs from the `earlier` one that `place` holds."""
+    changed = [name for name in sorted(settings.keys() | earlier.keys()) if settings.get(name) != earlier.get(name)]
+    if changed:
+        differences = ", ".join(f"{name} was {earlier.get(name)!r}, now {settings.get(name)!r}" for name in changed)
+        raise BadInput(f"{place} holds a run with other settings ({differences}): another folder, or --overwrite")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def checkpoint_path(work_dir, step):
+    """Return the folder of the checkpoint of `step`."""
+    return Path(work_dir) / f"checkpoint-{step:06d}"
+
+
+def list_checkpoints(work_dir):
+    """Return [(step, folder)] of the whole checkpoints in `work_dir`, oldest first; other files do not matter."""
+    found = []
+    for path in Path(work_dir).glob("checkpoint-*"):
+        match = CHECKPOINT_NAME.fullmatch(path.name)
+        if match and read_manifest(path) is not None:
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def newest_checkpoint(work_dir):
+    """Return (step, folder) of the newest checkpoint whose files all have their sha256, or (0, None)."""
+    for step, path in reversed(list_checkpoints(work_dir)):
+        if read_manifest(path, deep=True) is not None:
+            return step, path
+        say(f"warning: {path} is damaged, going back to the checkpoint before it")
+    return 0, None
+
+
+def save_checkpoint(work_dir, step, modules, optimizer, facts, keep):
+    """Publish checkpoint `step`, point `latest` at it, then remove all but the newest `keep`.
+
+    modules: {"unet": module, ...} of Diffusers or Transformers modules, saved each in a folder of its name.
+    facts: what the manifest says of the run, say its settings.
+    """
+    from safetensors.torch import save_file
+
+    target = checkpoint_path(work_dir, step)
+    with staging(target) as folder:
+        for name, module in modules.items():
+            module.save_pretrained(folder / name, safe_serialization=True)
+        save_file(_optimizer_tensors(modules, optimizer), folder / "optimizer.safetensors")
+        publish(folder, target, step=step, **facts)
+    pointer = Path(work_dir) / LATEST
+    beside = pointer.with_name(f".{LATEST}.tmp")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(target.name)
+    os.replace(beside, pointer)
+    for _, old in list_checkpoints(work_dir)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def _optimizer_tensors(modules, optimizer):
+    """Return {"unet.conv_in.weight:exp_avg": tensor, ...}: the optimizer's state under the names of its weights."""
+    return {
+        f"{name}:{key}": value.contiguous()
+        for name, parameter in named_parameters(modules)
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def named_parameters(modules):
+    """Yield (name, parameter) of the trainable weights of {"unet": module, ...}."""
+    for folder, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                yield f"{folder}.{name}", parameter
+
+
+def restore_optimizer(path, modules, optimizer):
+    """Put the optimizer's state of checkpoint `path` back, each tensor in the memory layout of its weight."""
+    import torch
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(path) / "optimizer.safetensors")
+    state = {}
+    for name, parameter in named_parameters(modules):
+        found = {key.rpartition(":")[2]: key for key in tensors if key.rpartition(":")[0] == name}
+        if not found:
+            raise CheckFailed(f"{path}/optimizer.safetensors has no state of {name}: remove this checkpoint")
+        state[parameter] = {
+            key: torch.empty_like(parameter, dtype=tensors[full].dtype).copy_(tensors[full])
+            if tensors[full].shape == parameter.shape
+            else tensors[full].clone()
+            for key, full in found.items()
+        }
+    optimizer.state.update(state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model folders
+
+
+def check_pipeline(model_dir, flag="--model_dir"):
+    """Check that `model_dir` is a whole Diffusers pipeline in safetensors and return its model_index.json.
+
+    Every component's folder is there with its configuration, every safetensors header parses and fits its file.
+    Raises BadInput for what is missing and CheckFailed for a damaged file; no weights are loaded.
+    """
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise BadInput(f"{flag} {folder} is not a folder: give what cache_model.py printed")
+    try:
+        index = json.loads((folder / "model_index.json").read_text())
+    except FileNotFoundError:
+        raise BadInput(f"{flag} {folder} has no model_index.json: give what cache_model.py printed") from None
+    except ValueError as error:
+        raise CheckFailed(f"{folder}/model_index.json is not JSON ({error}): fetch the model again") from None
+    for name, value in index.items():
+        if isinstance(value, list) and len(value) == 2 and value[0] is not None:
+            _check_component(folder, name, value[1], flag)
+    return index
+
+
+def _check_component(folder, name, class_name, flag):
+    part = folder / name
+    if not part.is_dir():
+        raise BadInput(f"{flag} {folder} lacks the folder of its {name}: fetch the model again")
+    kind = re.search(r"Tokenizer|Scheduler|ImageProcessor|FeatureExtractor", class_name)
+    if kind:
+        if not any(part.iterdir()):
+            raise BadInput(f"{part} is empty: fetch the model again")
+        return
+    if not (part / "config.json").is_file():
+        raise BadInput(f"{part} has no config.json: fetch the model again")
+    weights = sorted(part.glob("*.safetensors"))
+    if not weights:
+        pickles = [path.name for pattern in ("*.bin", "*.ckpt", "*.pt") for path in part.glob(pattern)]
+        held = f"only {pickles[0]}, a pickle, which can run code" if pickles else "no weights"
+        raise BadInput(f"{part} holds {held}: take a revision with safetensors")
+    for index in part.glob("*.safetensors.index*.json"):
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(shards - {path.name for path in weights})
+        if missing:
+            raise BadInput(f"{part} lacks {missing[0]}: fetch the model again")
+    for path in weights:
+        check_safetensors(path)
+
+
+def check_safetensors(path):
+    """Raise CheckFailed unless a safetensors file's header parses and its size is what the header says."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckFailed(f"{path} is damaged ({error}): fetch the model again") from None
+
+
+def model_files(model_dir):
+    """Return the configuration and weight files of a model folder that decide what it draws, sorted."""
+    kinds = {".json", ".safetensors", ".txt", ".model"}
+    folder = Path(model_dir)
+    parts = [path for path in folder.glob("*/*") if path.suffix in kinds and path.parent.name[0] != "."]
+    return sorted(path for path in [folder / "model_index.json", *parts] if path.is_file())
+
+
+def weights_variant(model_dir):
+    """Return the variant of a model folder's weight files ("fp16" of unet/...fp16.safetensors), None for plain ones."""
+    names = [path.name.split(".") for path in Path(model_dir).glob("*/*.safetensors")]
+    variants = {parts[-2] for parts in names if len(parts) == 3 and "-of-" not in parts[-2]}
+    plain = any(len(parts) == 2 for parts in names)
+    return None if plain or not variants else sorted(variants)[0]

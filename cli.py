@@ -1,0 +1,293 @@
+"""What the command lines share before anything heavy is imported: errors and exit codes, flags, progress, Ray's start.
+
+Nothing here imports torch or Ray at the top, so that a wrong flag or a finished step answers in a fraction of a second.
+"""
+
+import argparse
+import errno
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+
+
+class ToolError(Exception):
+    """A fault that a user can cause and mend: printed as one line, never as a traceback."""
+
+    exit_code = 1
+
+
+class BadInput(ToolError):
+    """Photos, prompts, a model folder or a setting that does not fit them."""
+
+    exit_code = 3
+
+
+class OutOfResource(ToolError):
+    """The disk or the memory is full."""
+
+    exit_code = 4
+
+
+class CheckFailed(ToolError):
+    """A file that fails its check, or a run that diverged."""
+
+    exit_code = 5
+
+
+class TryAgain(ToolError):
+    """Another run holds the output."""
+
+    exit_code = 75
+
+
+class Stopped(ToolError):
+    """A signal ended the run after it saved."""
+
+    def __init__(self, signal_number):
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; the same command goes on from here")
+        self.exit_code = 128 + signal_number
+
+    def __reduce__(self):
+        return Stopped, (self.exit_code - 128,)
+
+
+def run(main, args):
+    """Call `main(args)` and leave the process with the exit code of what happened; one line on stderr for an error."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    signal.signal(signal.SIGTERM, _raise_stopped)
+    try:
+        main(args)
+        code = 0
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        if args.debug:
+            traceback.print_exc()
+        code, message = describe_error(error)
+        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _raise_stopped(signal_number, frame):
+    raise Stopped(signal_number)
+
+
+def describe_error(error):
+    """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own."""
+    for cause in _causes(error):
+        if isinstance(cause, ToolError):
+            return cause.exit_code, _one_line(str(cause))
+        if isinstance(cause, KeyboardInterrupt):
+            return describe_error(Stopped(signal.SIGINT))
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return OutOfResource.exit_code, f"disk full while writing {cause.filename or ''}: make room, then run again"
+        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
+            remedy = "try a smaller --train_batch_size, --batch_size or --resolution, or --gradient_checkpointing"
+            return OutOfResource.exit_code, f"out of memory: {remedy}"
+    last = list(_causes(error))[-1]
+    lines = str(last).strip().splitlines() or [""]
+    return ToolError.exit_code, _one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows where)")
+
+
+def _causes(error):
+    """Yield `error` and the exceptions it was raised from; Ray keeps a worker's in `.cause` or `.worker_failures`."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        failures = getattr(error, "worker_failures", None) or {}
+        error = (
+            next(iter(failures.values()), None)
+            or getattr(error, "controller_failure", None)
+            or getattr(error, "cause", None)
+            or error.__cause__
+        )
+
+
+def _one_line(text, limit=800):
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def say(message):
+    """Print one line for a person, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def print_result(**result):
+    """Print the last line of stdout, one JSON object for machines."""
+    print(json.dumps(result), flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """The docstring as it is written; the default after each help text that has one worth naming."""
+
+    def _fill_text(self, text, width, indent):
+        return text
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+def make_parser(doc):
+    """Return a parser that shows `doc` as it is written, and defaults after each help text."""
+    return argparse.ArgumentParser(description=doc, formatter_class=_HelpFormatter, allow_abbrev=False)
+
+
+def add_shared_flags(parser):
+    """Add the flags that every script has."""
+    group = parser.add_argument_group("running")
+    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return group
+
+
+def add_compute_flags(group):
+    """Add the flags of the scripts that run on Ray."""
+    group.add_argument("--address", help="Ray cluster to join; RAY_ADDRESS, or else a local one")
+    group.add_argument("--cpus_per_worker", type=positive_float, help="CPUs of each worker; default: an even share")
+    group.add_argument("--gpus_per_worker", type=positive_float, help="GPUs of each worker; default: 1 where there are")
+    group.add_argument(
+        "--mixed_precision",
+        choices=("auto", "no", "bf16", "fp16"),
+        default="auto",
+        help="type to compute in; auto: bf16 on a GPU, fp32 on a CPU",
+    )
+
+
+def positive_int(text):
+    """Parse a flag's value as an int of at least 1."""
+    return _at_least(int, text, 1)
+
+
+def non_negative_int(text):
+    """Parse a flag's value as an int of at least 0."""
+    return _at_least(int, text, 0)
+
+
+def non_negative_float(text):
+    """Parse a flag's value as a finite float of at least 0."""
+    return _at_least(float, text, 0)
+
+
+def positive_float(text):
+    """Parse a flag's value as a finite float above 0."""
+    value = _at_least(float, text, 0)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return value
+
+
+def _at_least(kind, text, minimum):
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not minimum <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is below {minimum} or not finite")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
+class Progress:
+    """One progress bar on a terminal; elsewhere (cron, CI) a line every ten seconds and one at the end."""
+
+    def __init__(self, name, total, unit, initial=0):
+        self.name, self.total, self.unit, self.done, self.start = name, total, unit, initial, initial
+        self.began = self.said = time.monotonic()
+        self.figures = {}
+        self.bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, unit=f" {unit}", desc=name, initial=initial, dynamic_ncols=True)
+
+    def update(self, count, **figures):
+        """Add `count` done units; `figures` (say loss=0.1) stand beside the bar."""
+        self.done += count
+        self.figures |= figures
+        if self.bar is not None:
+            self.bar.set_postfix(self.figures, refresh=False)
+            self.bar.update(count)
+        elif time.monotonic() - self.said > 10:
+            self._say()
+
+    def _say(self):
+        self.said = time.monotonic()
+        rate = (self.done - self.start) / max(self.said - self.began, 1e-9)
+        extra = "".join(f", {name} {value}" for name, value in self.figures.items())
+        say(f"{self.name}: {self.done}/{self.total} {self.unit}, {rate:.3g} {self.unit}/s{extra}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self.bar is not None:
+            self.bar.close()
+        else:
+            self._say()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray
+
+
+def start_ray(address=None):
+    """Start a quiet local Ray, or join the cluster at `address` or RAY_ADDRESS. Return its resources, {"CPU": 8.0, ...}.
+
+    A cluster's workers get the scripts of this folder through `runtime_env`; local ones import them from here.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+    import logging
+
+    import ray
+
+    if not ray.is_initialized():
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        options = {"logging_level": "ERROR", "log_to_driver": False}
+        if address == "local":
+            options["include_dashboard"] = False
+        else:
+            here = os.path.dirname(os.path.abspath(__file__))
+            options["runtime_env"] = {"working_dir": here, "excludes": [".git", ".venv", "data", "models", "tests"]}
+        try:
+            ray.init(address=address, **options)
+        except ConnectionError as error:
+            raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
+    for name in ("ray.data", "ray.train"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return ray.cluster_resources()
+
+
+def share_resources(resources, num_workers, cpus_per_worker=None, gpus_per_worker=None):
+    """Return (CPUs, GPUs) of each of `num_workers`, from the flags or as an even share of `resources`.
+
+    Raises BadInput where the cluster can never hold that many: Ray would wait for ever.
+    """
+    cpus, gpus = resources.get("CPU", 1), resources.get("GPU", 0)
+    gpu = gpus_per_worker if gpus_per_worker is not None else float(gpus > 0)
+    cpu = cpus_per_worker if cpus_per_worker is not None else _even_share(cpus, num_workers)
+    for name, each, total in (("CPUs", cpu, cpus), ("GPUs", gpu, gpus)):
+        if each * num_workers > total:
+            raise BadInput(
+                f"--num_workers {num_workers} of {each:g} {name} each need {each * num_workers:g}, the cluster has "
+                f"{total:g}: take fewer workers or a smaller share"
+            )
+    return cpu, gpu
+
+
+def _even_share(cpus, num_workers):
+    share = cpus / num_workers
+    return float(int(share)) if share >= 1 else int(share * 100) / 100
