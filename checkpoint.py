@@ -1,4 +1,4 @@
-"""Folders that are whole or absent: manifests, publishing, locks, checkpoints, and the check of a model folder.
+"""Folders that are whole or absent: manifests, publishing, locks and checkpoints.
 
 A folder is written beside its place, its manifest.json (sizes and sha256 of every file) last, synced, and renamed in.
 A reader trusts a folder only when its manifest fits. Nothing here is read through pickle.
@@ -161,25 +161,27 @@ def lock(path):
 # What a run was made from
 
 
-def fingerprint_files(paths, known=()):
-    """Return [{"path", "size", "mtime_ns", "sha256"}] of input files.
-
-    A file of the path, size and time of an entry in `known` (an earlier run's list) is not read again.
-    """
-    known = {(fact["path"], fact["size"], fact["mtime_ns"]): fact["sha256"] for fact in known}
-    facts = []
-    for path in paths:
-        status = os.stat(path)
-        fact = {"path": os.path.abspath(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
-        fact["sha256"] = known.get((fact["path"], status.st_size, status.st_mtime_ns)) or sha256_file(path)
-        facts.append(fact)
-    return facts
-
-
-def combined_digest(facts):
-    """Return one sha256 of a list of `fingerprint_files`, by name and content, wherever the files lie."""
-    lines = sorted(f"{os.path.basename(fact['path'])} {fact['sha256']}" for fact in facts)
+def digest_files(paths, root=None):
+    """Return one sha256 of files by name (below `root`, or bare) and content, wherever they lie, in any order."""
+    lines = sorted(
+        f"{path.relative_to(root) if root else path.name} {_sha256_known(path)}" for path in map(Path, paths)
+    )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def digest_model(model_dir):
+    """Return one sha256 of the files of a model folder that decide what it draws."""
+    kinds = {".json", ".safetensors", ".txt", ".model"}
+    folder = Path(model_dir)
+    parts = [path for path in folder.glob("*/*") if path.suffix in kinds and path.parent.name[0] != "."]
+    return digest_files([folder / "model_index.json", *parts], root=folder)
+
+
+def _sha256_known(path):
+    """Return a file's sha256, from the name of its blob where it lies in a hub cache: gigabytes are not read again."""
+    blob = path.resolve()
+    known = blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name)
+    return blob.name if known else sha256_file(path)
 
 
 def check_same_settings(settings, earlier, place):
@@ -277,80 +279,3 @@ def restore_optimizer(path, modules, optimizer):
             for key, full in found.items()
         }
     optimizer.state.update(state)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Model folders
-
-
-def check_pipeline(model_dir, flag="--model_dir"):
-    """Check that `model_dir` is a whole Diffusers pipeline in safetensors and return its model_index.json.
-
-    Every component's folder is there with its configuration, every safetensors header parses and fits its file.
-    Raises BadInput for what is missing and CheckFailed for a damaged file; no weights are loaded.
-    """
-    folder = Path(model_dir)
-    if not folder.is_dir():
-        raise BadInput(f"{flag} {folder} is not a folder: give what cache_model.py printed")
-    try:
-        index = json.loads((folder / "model_index.json").read_text())
-    except FileNotFoundError:
-        raise BadInput(f"{flag} {folder} has no model_index.json: give what cache_model.py printed") from None
-    except ValueError as error:
-        raise CheckFailed(f"{folder}/model_index.json is not JSON ({error}): fetch the model again") from None
-    for name, value in index.items():
-        if isinstance(value, list) and len(value) == 2 and value[0] is not None:
-            _check_component(folder, name, value[1], flag)
-    return index
-
-
-def _check_component(folder, name, class_name, flag):
-    part = folder / name
-    if not part.is_dir():
-        raise BadInput(f"{flag} {folder} lacks the folder of its {name}: fetch the model again")
-    kind = re.search(r"Tokenizer|Scheduler|ImageProcessor|FeatureExtractor", class_name)
-    if kind:
-        if not any(part.iterdir()):
-            raise BadInput(f"{part} is empty: fetch the model again")
-        return
-    if not (part / "config.json").is_file():
-        raise BadInput(f"{part} has no config.json: fetch the model again")
-    weights = sorted(part.glob("*.safetensors"))
-    if not weights:
-        pickles = [path.name for pattern in ("*.bin", "*.ckpt", "*.pt") for path in part.glob(pattern)]
-        held = f"only {pickles[0]}, a pickle, which can run code" if pickles else "no weights"
-        raise BadInput(f"{part} holds {held}: take a revision with safetensors")
-    for index in part.glob("*.safetensors.index*.json"):
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(shards - {path.name for path in weights})
-        if missing:
-            raise BadInput(f"{part} lacks {missing[0]}: fetch the model again")
-    for path in weights:
-        check_safetensors(path)
-
-
-def check_safetensors(path):
-    """Raise CheckFailed unless a safetensors file's header parses and its size is what the header says."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CheckFailed(f"{path} is damaged ({error}): fetch the model again") from None
-
-
-def model_files(model_dir):
-    """Return the configuration and weight files of a model folder that decide what it draws, sorted."""
-    kinds = {".json", ".safetensors", ".txt", ".model"}
-    folder = Path(model_dir)
-    parts = [path for path in folder.glob("*/*") if path.suffix in kinds and path.parent.name[0] != "."]
-    return sorted(path for path in [folder / "model_index.json", *parts] if path.is_file())
-
-
-def weights_variant(model_dir):
-    """Return the variant of a model folder's weight files ("fp16" of unet/...fp16.safetensors), None for plain ones."""
-    names = [path.name.split(".") for path in Path(model_dir).glob("*/*.safetensors")]
-    variants = {parts[-2] for parts in names if len(parts) == 3 and "-of-" not in parts[-2]}
-    plain = any(len(parts) == 2 for parts in names)
-    return None if plain or not variants else sorted(variants)[0]

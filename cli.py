@@ -4,6 +4,7 @@ Nothing here imports torch or Ray at the top, so that a wrong flag or a finished
 """
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -243,13 +244,14 @@ class Progress:
 
 
 def start_ray(address=None):
-    """Start a quiet local Ray, or join the cluster at `address` or RAY_ADDRESS. Return its resources, {"CPU": 8.0, ...}.
+    """Start a quiet local Ray, or join the cluster at `address` or RAY_ADDRESS; return its resources, {"CPU": 8.0}.
 
     A cluster's workers get the scripts of this folder through `runtime_env`; local ones import them from here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # an actor pool logs an error of no consequence each time
     import logging
 
     import ray
@@ -263,12 +265,27 @@ def start_ray(address=None):
             here = os.path.dirname(os.path.abspath(__file__))
             options["runtime_env"] = {"working_dir": here, "excludes": [".git", ".venv", "data", "models", "tests"]}
         try:
-            ray.init(address=address, **options)
+            with _no_stderr():  # its C++ side says there that it was told to be quiet
+                ray.init(address=address, **options)
         except ConnectionError as error:
             raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return ray.cluster_resources()
+
+
+@contextlib.contextmanager
+def _no_stderr():
+    """Send file descriptor 2 to nowhere for a while; Python exceptions are not affected."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def share_resources(resources, num_workers, cpus_per_worker=None, gpus_per_worker=None):

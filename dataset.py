@@ -1,0 +1,293 @@
+"""Photos and rows: the only file that knows how images are decoded, cropped, paired, cached and laid out in a batch."""
+
+import math
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from checkpoint import publish, read_manifest, staging
+from cli import BadInput, CheckFailed, Progress, say
+from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, map_on_actors, row_rng
+
+READ = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
+PHOTOS_TO_CONVERT = {".heic", ".heif", ".jxl", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"}
+SMALLEST_SIDE = 16  # pixels: a smaller picture is an icon or a mistake
+LARGEST_PICTURE = 2 * Image.MAX_IMAGE_PIXELS  # pixels: past this Pillow takes it for a decompression bomb
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # 90 to 179 million pixels: a good camera
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A person's folder of photos
+
+
+class BadImage(Exception):
+    """A file that cannot be used as a picture; the text is the reason."""
+
+
+def read_image(path):
+    """Return a picture as 8-bit RGB, upright: EXIF rotation applied, alpha over white, 16 bits scaled, first frame.
+
+    Raises BadImage with the reason. A decompression bomb is refused from its header.
+    """
+    if os.path.getsize(path) == 0:
+        raise BadImage("empty file")
+    try:
+        with Image.open(path) as image:
+            if min(image.size) < SMALLEST_SIDE:
+                raise BadImage(f"only {image.width}x{image.height} pixels")
+            if image.width * image.height > LARGEST_PICTURE:
+                raise BadImage(f"{image.width}x{image.height} pixels, a decompression bomb")
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image))
+    except Image.DecompressionBombError:
+        raise BadImage("a decompression bomb: its header claims more pixels than a picture has") from None
+    except Image.UnidentifiedImageError:
+        raise BadImage("not an image") from None
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise BadImage(f"damaged: {error}") from None
+
+
+def _to_rgb(image):
+    if image.mode.startswith("I") or image.mode == "F":  # 16 bits and more: scale, Pillow's convert would clip
+        values = np.asarray(image, dtype=np.float32)
+        largest = 65535.0 if image.mode != "F" or values.max() > 255 else 255.0 if values.max() > 1 else 1.0
+        image = Image.fromarray((values.clip(0, largest) / largest * 255).round().astype(np.uint8))
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def list_images(folder, flag, skip_bad=False):
+    """Return the pictures of a folder, sorted by name; say which files were skipped, and why.
+
+    Every picture is decoded once, so that a bad one ends the run here: BadInput, or with `skip_bad` a line.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise BadInput(f"{flag} {folder} is not a folder")
+    images, bad, skipped = [], [], []
+    for path in sorted(folder.iterdir()):
+        suffix = path.suffix.lower()
+        if path.name.startswith(".") or not path.is_file() or suffix not in READ | PHOTOS_TO_CONVERT:
+            skipped.append(path.name)
+        elif suffix in PHOTOS_TO_CONVERT:
+            bad.append((path, f"{suffix} is not read: export it as JPEG or PNG"))
+        else:
+            images.append(path)
+    with ThreadPoolExecutor() as pool:
+        faults = dict(zip(images, pool.map(_fault, images), strict=True))
+    bad += [(path, fault) for path, fault in faults.items() if fault]
+    images = [path for path in images if not faults[path]]
+    skipped = [name for name in skipped if name != "metadata.jsonl"]
+    if skipped:
+        say(f"{folder}: skipped {', '.join(skipped)}: hidden or not images")
+    for path, fault in sorted(bad):
+        say(f"{path}: {fault}")
+    if bad and not skip_bad:
+        names = ", ".join(path.name for path, _ in sorted(bad))
+        raise BadInput(f"{flag} {folder}: {len(bad)} bad files ({names}): remove them, or pass --skip_bad_images")
+    if not images:
+        raise BadInput(f"{flag} {folder} holds no images")
+    return images
+
+
+def _fault(path):
+    try:
+        read_image(path)
+    except BadImage as error:
+        return str(error)
+    return None
+
+
+def to_pixel_values(image, resolution, rng=None, random_crop=True, random_flip=True):
+    """Return [3, H, W] float32 in [-1, 1]: the smaller side resized to `resolution`, then cropped to a square.
+
+    rng: draws the place of the crop and the flip; None crops the centre and does not flip.
+    """
+    scale = resolution / min(image.size)
+    size = [max(resolution, round(side * scale)) for side in image.size]
+    image = image.resize(size, Image.Resampling.LANCZOS)
+    free = [side - resolution for side in size]
+    left, top = [side // 2 for side in free]
+    if rng is not None and random_crop:
+        left, top = [int(rng.integers(side + 1)) for side in free]
+    image = image.crop((left, top, left + resolution, top + resolution))
+    if rng is not None and random_flip and rng.random() < 0.5:
+        image = ImageOps.mirror(image)
+    return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pairs
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The endless sequence of pairs of an instance and a class image that training walks through.
+
+    An epoch is max(num_instance, num_class) pairs, in an order that depends on (seed, epoch) alone: pair j holds
+    instance image j mod num_instance and class image j mod num_class. Each repeat of an instance image takes its
+    next variant: another crop and flip, of as many as it has repeats in an epoch, at most `max_variants`.
+    """
+
+    num_instance: int
+    num_class: int
+    max_variants: int
+    seed: int
+
+    @property
+    def pairs_per_epoch(self):
+        return max(self.num_instance, self.num_class)
+
+    @property
+    def repeats(self):
+        """How often an epoch shows each instance image."""
+        return math.ceil(self.pairs_per_epoch / self.num_instance)
+
+    @property
+    def num_variants(self):
+        return min(self.max_variants, self.repeats) if self.repeats > 1 else self.max_variants
+
+    @property
+    def num_rows(self):
+        """Rows of the cache: the variants of each instance image, then the class images."""
+        return self.num_instance * self.num_variants + self.num_class
+
+    def rows(self, position):
+        """Return the cache rows of the pair at `position` of the sequence: (instance, class or None)."""
+        epoch, place = divmod(position, self.pairs_per_epoch)
+        j = int(self._order(epoch)[place])
+        variant = (epoch * self.repeats + j // self.num_instance) % self.num_variants
+        instance = (j % self.num_instance) * self.num_variants + variant
+        if not self.num_class:
+            return instance, None
+        return instance, self.num_instance * self.num_variants + j % self.num_class
+
+    def _order(self, epoch):
+        return row_rng(self.seed, ORDER, epoch, 0).permutation(self.pairs_per_epoch)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache of VAE posteriors
+
+
+class PosteriorEncoder:
+    """Decodes, crops and encodes some rows: the work of one actor while the cache is filled."""
+
+    def __init__(self, model_dir, resolution, random_crop, random_flip, seed, num_threads=None):
+        import torch
+
+        from utils import load_models, set_up_torch
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        set_up_torch(self.device, num_threads)
+        # float32: computed once, and SDXL's VAE overflows in float16.
+        self.vae = load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
+        self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed
+
+    def __call__(self, item):
+        """Return {"rows": [R], "mean": [R, c, h, w], "std": ...}, float16, of {"rows": [[row, path, image, variant]]}.
+
+        A class image has no variant (None): its centre is taken.
+        """
+        import torch
+
+        from utils import encode_posterior
+
+        pixel_values = np.stack([self._pixel_values(*row[1:]) for row in item["rows"]])
+        with torch.inference_mode():
+            mean, std = encode_posterior(self.vae, torch.from_numpy(pixel_values).to(self.device))
+        return {
+            "rows": np.array([row[0] for row in item["rows"]]),
+            "mean": mean.cpu().numpy().astype(np.float16),
+            "std": std.cpu().numpy().astype(np.float16),
+        }
+
+    def _pixel_values(self, path, image, variant):
+        rng = None if variant is None else row_rng(self.seed, CROP, variant, image)
+        return to_pixel_values(read_image(path), self.resolution, rng, self.random_crop, self.random_flip)
+
+
+def cache_posteriors(folder, pairs, instance_images, class_images, encoder_options, batch_size, **pool):
+    """Encode every variant of every image once, with Ray Data, into `folder`; return at once where it is whole.
+
+    Rows are in the order of `Pairs.rows`, so each keeps its image however the loader shuffles.
+    encoder_options: of PosteriorEncoder; pool: num_workers and the like, of map_on_actors.
+    """
+    if read_manifest(folder) is not None:
+        return
+    rows = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
+    rows += [(str(path), i, None) for i, path in enumerate(class_images)]
+    rows = [(row, *content) for row, content in enumerate(rows)]
+    items = [{"rows": rows[start : start + batch_size]} for start in range(0, len(rows), batch_size)]
+    arrays = {}
+    with Progress("encode", len(rows), "images") as progress:
+        for result in map_on_actors(PosteriorEncoder, encoder_options, items, **pool):
+            for name in ("mean", "std"):
+                shape = (len(rows), *result[name].shape[1:])
+                arrays.setdefault(name, np.empty(shape, np.float16))[result["rows"]] = result[name]
+            progress.update(len(result["rows"]))
+    broken = [rows[i][1] for i in range(len(rows)) if not all(np.isfinite(a[i]).all() for a in arrays.values())]
+    if broken:
+        raise CheckFailed(f"the VAE gives no finite latents for {broken[0]}: check the model and the image")
+    from safetensors.numpy import save_file
+
+    with staging(folder) as beside:
+        save_file(arrays, beside / "posteriors.safetensors")
+        publish(beside, folder, images=[[path, variant] for _, path, _, variant in rows])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+class Batches:
+    """Makes training batches from the mapped cache: batch (step, pairs) is the same on whatever worker asks for it."""
+
+    def __init__(self, cache_dir, pairs, instance_prompt, class_prompt, seed, num_train_timesteps):
+        from safetensors.torch import load_file
+
+        self.cache = load_file(Path(cache_dir) / "posteriors.safetensors")
+        self.pairs, self.seed, self.num_train_timesteps = pairs, seed, num_train_timesteps
+        self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}
+
+    def __call__(self, step, first_pair, num_pairs, pairs_per_step):
+        """Return pairs first_pair ... of the `pairs_per_step` of optimizer step `step`, as `collate` lays them out."""
+        numbers = range(first_pair, first_pair + num_pairs)
+        picked = {number: self.pairs.rows(step * pairs_per_step + number) for number in numbers}
+        rows = [self._row(step, number, INSTANCE_NOISE, instance) for number, (instance, _) in picked.items()]
+        if self.pairs.num_class:
+            rows += [self._row(step, number, CLASS_NOISE, row) for number, (_, row) in picked.items()]
+        return collate(rows)
+
+    def _row(self, step, number, stream, row):
+        import torch
+
+        mean = self.cache["mean"][row].float()
+        noise = draw_noise(self.seed, stream, step, number, mean.shape, self.num_train_timesteps)
+        return {
+            "mean": mean,
+            "std": self.cache["std"][row].float(),
+            "noise": torch.from_numpy(noise[0]),
+            "posterior_noise": torch.from_numpy(noise[1]),
+            "timesteps": torch.tensor(noise[2]),
+            "prompt": self.prompts[stream],
+        }
+
+
+def collate(rows):
+    """Stack rows into a batch: B instance rows, then (with prior preservation) B class rows, in all fields alike.
+
+    mean, std, noise, posterior_noise: [2B, c, h, w] float32; timesteps: [2B] int64;
+    prompt: prompt_ids [2B, L] int64, or prompt_embeds [2B, L, D] where the text encoder is frozen.
+    """
+    import torch
+
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

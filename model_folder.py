@@ -1,0 +1,101 @@
+"""A Diffusers model folder as files: is it whole, which variant are its weights. No weights are loaded here."""
+
+import json
+import re
+from pathlib import Path
+
+from cli import BadInput, CheckFailed
+
+
+def read_index(model_dir):
+    """Return a model folder's model_index.json: {"unet": ["diffusers", "UNet2DConditionModel"], ...}."""
+    return json.loads((Path(model_dir) / "model_index.json").read_text())
+
+
+def read_config(model_dir, component):
+    """Return a component's configuration as a dict."""
+    name = "scheduler_config.json" if component == "scheduler" else "config.json"
+    return json.loads((Path(model_dir) / component / name).read_text())
+
+
+def pixel_factor(model_dir):
+    """Return how many pixels a side one latent cell covers: 8 for Stable Diffusion's VAE."""
+    return 2 ** (len(read_config(model_dir, "vae")["block_out_channels"]) - 1)
+
+
+def model_resolution(model_dir):
+    """Return the side, in pixels, of the square pictures that a model was trained to draw."""
+    return read_config(model_dir, "unet")["sample_size"] * pixel_factor(model_dir)
+
+
+def check_resolution(model_dir, flag, value):
+    """Raise BadInput unless the VAE divides `value` pixels into whole latent cells."""
+    factor = pixel_factor(model_dir)
+    if value % factor:
+        near = max(factor, round(value / factor) * factor)
+        raise BadInput(f"{flag} {value} is not a multiple of {factor}, the VAE's factor: take {near}")
+
+
+def check_pipeline(model_dir, flag="--model_dir"):
+    """Check that `model_dir` is a whole Diffusers pipeline in safetensors and return its model_index.json.
+
+    Every component's folder is there with its configuration, every safetensors header parses and fits its file.
+    Raises BadInput for what is missing and CheckFailed for a damaged file; no weights are loaded.
+    """
+    folder = Path(model_dir)
+    if not folder.is_dir():
+        raise BadInput(f"{flag} {folder} is not a folder: give what cache_model.py printed")
+    try:
+        index = read_index(folder)
+    except FileNotFoundError:
+        raise BadInput(f"{flag} {folder} has no model_index.json: give what cache_model.py printed") from None
+    except ValueError as error:
+        raise CheckFailed(f"{folder}/model_index.json is not JSON ({error}): fetch the model again") from None
+    for name, value in index.items():
+        if isinstance(value, list) and len(value) == 2 and value[0] is not None:
+            _check_component(folder, name, value[1], flag)
+    return index
+
+
+def _check_component(folder, name, class_name, flag):
+    part = folder / name
+    if not part.is_dir():
+        raise BadInput(f"{flag} {folder} lacks the folder of its {name}: fetch the model again")
+    kind = re.search(r"Tokenizer|Scheduler|ImageProcessor|FeatureExtractor", class_name)
+    if kind:
+        if not any(part.iterdir()):
+            raise BadInput(f"{part} is empty: fetch the model again")
+        return
+    if not (part / "config.json").is_file():
+        raise BadInput(f"{part} has no config.json: fetch the model again")
+    weights = sorted(part.glob("*.safetensors"))
+    if not weights:
+        pickles = [path.name for pattern in ("*.bin", "*.ckpt", "*.pt") for path in part.glob(pattern)]
+        held = f"only {pickles[0]}, a pickle, which can run code" if pickles else "no weights"
+        raise BadInput(f"{part} holds {held}: take a revision with safetensors")
+    for index in part.glob("*.safetensors.index*.json"):
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(shards - {path.name for path in weights})
+        if missing:
+            raise BadInput(f"{part} lacks {missing[0]}: fetch the model again")
+    for path in weights:
+        check_safetensors(path)
+
+
+def check_safetensors(path):
+    """Raise CheckFailed unless a safetensors file's header parses and its size is what the header says."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckFailed(f"{path} is damaged ({error}): fetch the model again") from None
+
+
+def weights_variant(model_dir):
+    """Return the variant of a model folder's weight files ("fp16" of unet/...fp16.safetensors), None for plain ones."""
+    names = [path.name.split(".") for path in Path(model_dir).glob("*/*.safetensors")]
+    variants = {parts[-2] for parts in names if len(parts) == 3 and "-of-" not in parts[-2]}
+    plain = any(len(parts) == 2 for parts in names)
+    return None if plain or not variants else sorted(variants)[0]

@@ -1,0 +1,247 @@
+"""What two or more scripts share: random draws, loading models, targets and losses, work on a pool of Ray actors.
+
+torch, diffusers and Ray are imported in the functions that need them: a script's checks run before anything heavy.
+"""
+
+import json
+import os
+
+import numpy as np
+
+from cli import BadInput, CheckFailed, share_resources, start_ray
+
+# Streams of random numbers: no two uses of one (seed, step, row) share their numbers.
+INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE = range(5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random draws
+
+
+def row_rng(seed, stream, step, row):
+    """Return the random numbers of one row: a function of these four alone, on any machine of any cluster.
+
+    Philox (Salmon et al., SC11) is counter-based: the seed and the stream are its key, step and row its counter.
+    """
+    return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, step, row]))
+
+
+def image_seed(seed, index, attempt=0):
+    """Return the torch seed, below 2**31, of image `index`; `attempt` counts redraws of a flagged image."""
+    return int(row_rng(seed, IMAGE, attempt, index).integers(2**31))
+
+
+def draw_noise(seed, stream, step, row, shape, num_train_timesteps):
+    """Return (noise, posterior noise, timestep) of a training row: float32 arrays of `shape`, an int."""
+    rng = row_rng(seed, stream, step, row)
+    noise, posterior_noise = rng.standard_normal((2, *shape), dtype=np.float32)
+    return noise, posterior_noise, int(rng.integers(num_train_timesteps))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch and models
+
+
+def set_up_torch(device_type, num_threads=None):
+    """Set threads and the float32 mode, quieten the libraries."""
+    import diffusers
+    import torch
+    import transformers
+
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    if device_type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def compute_dtype(mixed_precision, device_type):
+    """Return the torch type to compute in: `auto` is bf16 on a GPU and fp32 on a CPU, where bf16 is slow."""
+    import torch
+
+    if mixed_precision == "fp16" and device_type == "cpu":
+        raise BadInput("--mixed_precision fp16 needs a GPU: take no or auto")
+    if mixed_precision == "auto":
+        mixed_precision = "no" if device_type == "cpu" else "bf16"
+    return {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
+
+
+def load_models(model_dir, names, dtype, checkpoint=None):
+    """Return {name: component} of a Diffusers model folder, safetensors only, weights in `dtype`.
+
+    names: folders of `model_dir`, say ("vae", "unet"); a folder that `checkpoint` holds too is taken from there.
+    Raises CheckFailed where a weight is missing: no layer starts from random numbers in silence.
+    """
+    from model_folder import read_index, weights_variant
+
+    index = read_index(model_dir)
+    models = {}
+    for name in names:
+        own = checkpoint is not None and os.path.isdir(os.path.join(checkpoint, name))
+        root = checkpoint if own else model_dir
+        library, class_name = index[name]
+        component = getattr(__import__(library), class_name)
+        path = os.path.join(root, name)
+        if not hasattr(component, "named_parameters"):
+            models[name] = component.from_pretrained(path, local_files_only=True)
+            continue
+        models[name], info = component.from_pretrained(
+            path,
+            dtype=dtype,
+            variant=weights_variant(root),
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
+        if wrong:
+            raise CheckFailed(f"{path}: {len(wrong)} weights are missing or misshapen, {sorted(wrong)[0]} the first")
+    return models
+
+
+def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True):
+    """Return the pipeline of a model folder, weights in `dtype`; modules of `checkpoint` replace the model's."""
+    from diffusers import DiffusionPipeline
+
+    from model_folder import read_index, weights_variant
+
+    index = read_index(model_dir)
+    names = [name for name in index if checkpoint is not None and os.path.isdir(os.path.join(checkpoint, name))]
+    replaced = load_models(model_dir, names, dtype, checkpoint)
+    if not safety_checker and "safety_checker" in index:
+        replaced |= {"safety_checker": None, "requires_safety_checker": False}
+    pipeline = DiffusionPipeline.from_pretrained(
+        model_dir,
+        dtype=dtype,
+        variant=weights_variant(model_dir),
+        use_safetensors=True,
+        local_files_only=True,
+        **replaced,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def draw_images(pipeline, prompt, seeds, **sampler):
+    """Return (PIL images, whether the safety checker flagged each) of one prompt, an image a seed, in one batch."""
+    import torch
+
+    count = len(seeds)
+    negative_prompt = sampler.pop("negative_prompt", "") or None
+    with torch.inference_mode():
+        output = pipeline(
+            [prompt] * count,
+            negative_prompt=negative_prompt and [negative_prompt] * count,
+            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+            **sampler,
+        )
+    return output.images, getattr(output, "nsfw_content_detected", None) or [False] * count
+
+
+def encode_posterior(vae, pixel_values):
+    """Return the mean and standard deviation of the VAE's posterior, unscaled, each [B, c, h, w].
+
+    pixel_values: [B, 3, H, W] in [-1, 1].
+    """
+    posterior = vae.encode(pixel_values).latent_dist
+    return posterior.mean, posterior.std
+
+
+def scale_latents(latents, vae_config):
+    """Shift and scale the VAE's latents to those the UNet was trained on, by the VAE's own configuration."""
+    shift = vae_config.get("shift_factor") or 0.0
+    return (latents - shift) * vae_config["scaling_factor"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Targets and losses
+
+
+def get_target(noise_scheduler, latents, noise, timesteps):
+    """Return what the UNet is to predict, [B, c, h, w], by the scheduler's `prediction_type`.
+
+    epsilon: the noise (arXiv 2006.11239, eq. 14); v_prediction: the velocity (arXiv 2202.00512, appendix D).
+    """
+    prediction_type = noise_scheduler.config.prediction_type
+    if prediction_type == "epsilon":
+        return noise
+    if prediction_type == "v_prediction":
+        return noise_scheduler.get_velocity(latents, noise, timesteps)
+    raise BadInput(f"the scheduler's prediction_type {prediction_type!r} is not epsilon or v_prediction")
+
+
+def min_snr_weights(noise_scheduler, timesteps, snr_gamma):
+    """Return each row's weight [B] of the min-SNR loss (arXiv 2303.09556, section 3.4)."""
+    alphas_cumprod = noise_scheduler.alphas_cumprod.to(timesteps.device)[timesteps]
+    snr = alphas_cumprod / (1 - alphas_cumprod)
+    if noise_scheduler.config.prediction_type == "v_prediction":
+        return snr.clamp(max=snr_gamma) / (snr + 1)
+    return snr.clamp(max=snr_gamma) / snr
+
+
+def prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights=None):
+    """Return (loss, mean of the instance rows, mean of the class rows): arXiv 2208.12242, eq. 2.
+
+    model_pred, target: [B, c, h, w], first `num_instance` instance rows, then class rows (there may be none).
+    row_weights: [B] or None. Means are taken in float32.
+    """
+    rows = (model_pred.float() - target.float()).square().flatten(1).mean(dim=1)  # B
+    if row_weights is not None:
+        rows = rows * row_weights
+    instance_loss = rows[:num_instance].mean()
+    if num_instance == len(rows):
+        return instance_loss, instance_loss, instance_loss.new_zeros(())
+    class_loss = rows[num_instance:].mean()
+    return instance_loss + prior_loss_weight * class_loss, instance_loss, class_loss
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A pool of Ray actors
+
+
+def map_on_actors(worker_class, options, items, num_workers, address=None, cpus_per_worker=None, gpus_per_worker=None):
+    """Yield `worker_class(**options)(item)` for every item, in the order in which they are done.
+
+    items: plain JSON values; results: dicts of numbers, strings and numpy arrays.
+    num_workers: 0 for this process, without Ray; n or (min, max) actors of a Ray Data pool; None for one on each GPU,
+    or one on every four CPUs. An actor loads its model once, takes one item at a time, and is replaced when it dies.
+    """
+    if num_workers == 0:
+        worker = worker_class(**options)
+        yield from map(worker, items)
+        return
+    import ray.data
+    from ray.data import ActorPoolStrategy
+
+    resources = start_ray(address)
+
+    if num_workers is None:
+        num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
+    smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
+    smallest, largest = min(smallest, len(items)), min(largest, len(items))
+    cpus, gpus = share_resources(resources, largest, cpus_per_worker, gpus_per_worker)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    rows = ray.data.from_items([{"item": json.dumps(item)} for item in items], override_num_blocks=len(items))
+    results = rows.map(
+        _Actor,
+        fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}),
+        compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
+        num_cpus=cpus / 2,  # half of what it uses: Ray Data's own tasks must find a place, or all wait for ever
+        num_gpus=gpus,
+    )
+    yield from results.iter_rows()
+
+
+class _Actor:
+    """What a Ray Data actor holds: the worker, made once."""
+
+    def __init__(self, worker_class, options):
+        self.worker = worker_class(**options)
+
+    def __call__(self, row):
+        return self.worker(json.loads(row["item"]))
