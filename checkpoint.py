@@ -50,6 +50,21 @@ def write_json(path, value):
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
+def read_json(path):
+    """Return the JSON object in a file, {} where there is none."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def empty_folder(folder):
+    """Remove what a folder holds but its lock."""
+    for path in Path(folder).iterdir():
+        if path.name != ".lock":
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
 def _sync(path):
     descriptor = os.open(path, os.O_RDONLY)
     try:

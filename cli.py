@@ -77,6 +77,33 @@ def _raise_stopped(signal_number, frame):
     raise Stopped(signal_number)
 
 
+@contextlib.contextmanager
+def stop_file(path):
+    """Turn SIGTERM and SIGINT into the file `path`, which workers look for; yield a list that gets the signal.
+
+    A second signal ends the process at once.
+    """
+    received = []
+
+    def handle(signal_number, frame):
+        if received:
+            os._exit(128 + signal_number)
+        received.append(signal_number)
+        open(path, "w").close()
+        say("stopping: saving a checkpoint first")
+
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    earlier = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
 def describe_error(error):
     """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own."""
     for cause in _causes(error):
@@ -233,6 +260,10 @@ class Progress:
         return self
 
     def __exit__(self, *exception):
+        self.close()
+
+    def close(self):
+        """Show the last state."""
         if self.bar is not None:
             self.bar.close()
         else:

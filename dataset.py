@@ -36,6 +36,8 @@ def read_image(path):
     """
     if os.path.getsize(path) == 0:
         raise BadImage("empty file")
+    if Path(path).suffix.lower() in PHOTOS_TO_CONVERT:
+        raise BadImage("a format that is not read: export it as JPEG or PNG")
     try:
         with Image.open(path) as image:
             if min(image.size) < SMALLEST_SIDE:
@@ -64,38 +66,39 @@ def _to_rgb(image):
     return image.convert("RGB")
 
 
-def list_images(folder, flag, skip_bad=False):
-    """Return the pictures of a folder, sorted by name; say which files were skipped, and why.
-
-    Every picture is decoded once, so that a bad one ends the run here: BadInput, or with `skip_bad` a line.
-    """
+def find_images(folder, flag):
+    """Return (image files, other files but metadata.jsonl) of a folder, sorted by name; nothing is opened."""
     folder = Path(folder)
     if not folder.is_dir():
         raise BadInput(f"{flag} {folder} is not a folder")
-    images, bad, skipped = [], [], []
+    images, others = [], []
     for path in sorted(folder.iterdir()):
-        suffix = path.suffix.lower()
-        if path.name.startswith(".") or not path.is_file() or suffix not in READ | PHOTOS_TO_CONVERT:
-            skipped.append(path.name)
-        elif suffix in PHOTOS_TO_CONVERT:
-            bad.append((path, f"{suffix} is not read: export it as JPEG or PNG"))
-        else:
-            images.append(path)
+        known = path.suffix.lower() in READ | PHOTOS_TO_CONVERT
+        (images if known and path.is_file() and path.name[0] != "." else others).append(path)
+    if not images:
+        raise BadInput(f"{flag} {folder} holds no images: copy some there")
+    return images, [path for path in others if path.name not in ("metadata.jsonl", ".lock")]
+
+
+def check_images(folder, flag, skip_bad=False):
+    """Return the usable image files of a folder, sorted by name; say which files were skipped, and why.
+
+    Every picture is decoded once, so that bad ones end the run here, all named: BadInput; `skip_bad` goes on.
+    """
+    images, others = find_images(folder, flag)
+    if others:
+        say(f"{folder}: skipped {', '.join(path.name for path in others)}: hidden or not images")
     with ThreadPoolExecutor() as pool:
         faults = dict(zip(images, pool.map(_fault, images), strict=True))
-    bad += [(path, fault) for path, fault in faults.items() if fault]
-    images = [path for path in images if not faults[path]]
-    skipped = [name for name in skipped if name != "metadata.jsonl"]
-    if skipped:
-        say(f"{folder}: skipped {', '.join(skipped)}: hidden or not images")
-    for path, fault in sorted(bad):
-        say(f"{path}: {fault}")
+    bad = [path for path in images if faults[path]]
+    for path in bad:
+        say(f"{path}: {faults[path]}")
     if bad and not skip_bad:
-        names = ", ".join(path.name for path, _ in sorted(bad))
+        names = ", ".join(path.name for path in bad)
         raise BadInput(f"{flag} {folder}: {len(bad)} bad files ({names}): remove them, or pass --skip_bad_images")
-    if not images:
-        raise BadInput(f"{flag} {folder} holds no images")
-    return images
+    if len(bad) == len(images):
+        raise BadInput(f"{flag} {folder} holds no image that can be read")
+    return [path for path in images if path not in bad]
 
 
 def _fault(path):

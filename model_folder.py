@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from cli import BadInput, CheckFailed
+from cli import BadInput, CheckFailed, say
 
 
 def read_index(model_dir):
@@ -99,3 +99,20 @@ def weights_variant(model_dir):
     variants = {parts[-2] for parts in names if len(parts) == 3 and "-of-" not in parts[-2]}
     plain = any(len(parts) == 2 for parts in names)
     return None if plain or not variants else sorted(variants)[0]
+
+
+def tokenize(model_dir, prompts):
+    """Return each prompt's token ids, padded to the text encoder's length; say what of a long prompt is cut."""
+    import transformers
+
+    tokenizer = getattr(transformers, read_index(model_dir)["tokenizer"][1]).from_pretrained(f"{model_dir}/tokenizer")
+    length = tokenizer.model_max_length
+    all_ids = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, padding="max_length", max_length=length, truncation=True).input_ids
+        whole = tokenizer(prompt, truncation=False, verbose=False).input_ids
+        if len(whole) > length:
+            lost = tokenizer.decode(whole[length - 1 : -1])
+            say(f"warning: the model reads {length} tokens, {prompt!r} has {len(whole)}: {lost!r} is not read")
+        all_ids.append(list(ids))
+    return all_ids

@@ -180,7 +180,7 @@ def whole_images(output_dir, wanted, overwrite):
 
 
 def write_metadata(output_dir, records):
-    """Write metadata.jsonl of `records` and of what it listed before and still lies there, unless it says so already."""
+    """Write metadata.jsonl of `records` and of what it listed before and still lies there, unless it says so."""
     output_dir = Path(output_dir)
     kept = {name: record for name, record in read_metadata(output_dir).items() if (output_dir / name).is_file()}
     records = kept | records

@@ -11,7 +11,7 @@ import numpy as np
 from cli import BadInput, CheckFailed, share_resources, start_ray
 
 # Streams of random numbers: no two uses of one (seed, step, row) share their numbers.
-INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE = range(5)
+INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT = range(6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -29,6 +29,11 @@ def row_rng(seed, stream, step, row):
 def image_seed(seed, index, attempt=0):
     """Return the torch seed, below 2**31, of image `index`; `attempt` counts redraws of a flagged image."""
     return int(row_rng(seed, IMAGE, attempt, index).integers(2**31))
+
+
+def step_seed(seed, step, rank):
+    """Return the torch seed of a worker's step, for what draws from torch's own generator: dropout."""
+    return int(row_rng(seed, DROPOUT, step, rank).integers(2**31))
 
 
 def draw_noise(seed, stream, step, row, shape, num_train_timesteps):

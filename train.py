@@ -1,0 +1,368 @@
+"""Teach a Stable Diffusion model a subject from a few photos: DreamBooth (arXiv 2208.12242) on Ray Train with DDP.
+
+Reads a model folder, the subject's photos and images of its class (run_model.py draws them); writes the tuned pipeline
+to --output_dir, and checkpoints, cached latents and logs to --work_dir. Run the command again to continue.
+
+    python train.py --model_dir models/emoji-64 --output_dir data/tuned --instance_images_dir assets/subject \\
+        --instance_prompt "a 3d emoji of a unqtkn cat" --prior_loss_weight 0 --max_train_steps 20 --num_workers 0
+    python train.py --model_dir MODEL --output_dir data/tuned --instance_images_dir photos \\
+        --class_images_dir data/reg --instance_prompt "photo of unqtkn dog" --class_prompt "photo of a dog"
+"""
+
+import argparse
+import contextlib
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import checkpoint
+import cli
+import training
+from cli import BadInput, say
+from dataset import Batches, Pairs, cache_posteriors, check_images, find_images
+from model_card import publish_pipeline
+from model_folder import check_pipeline, check_resolution, model_resolution, read_config, tokenize
+
+ENCODE_BATCH_SIZE = 4  # images that the VAE takes at a time
+# Flags that decide the weights that come out: a run continues only under the same.
+SETTINGS = """
+    instance_prompt class_prompt resolution random_crop random_flip max_variants skip_bad_images lr lr_scheduler seed
+    lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay train_text_encoder mixed_precision
+""".split()  # noqa: SIM905
+
+
+def parse_args(argv=None):
+    """Parse the command line."""
+    parser = cli.make_parser(__doc__)
+    _add_data_flags(parser)
+    _add_training_flags(parser)
+    group = cli.add_shared_flags(parser)
+    group.add_argument("--num_workers", type=cli.non_negative_int, help="0: this process; default: one a GPU, or 1")
+    group.add_argument("--max_failures", type=cli.non_negative_int, default=3, help="restarts after a worker's death")
+    cli.add_compute_flags(group)
+    args = parser.parse_args(argv)
+    if args.prior_loss_weight and not (args.class_images_dir and args.class_prompt):
+        parser.error("--class_images_dir and --class_prompt are needed, or --prior_loss_weight 0")
+    if args.lr_warmup_steps and args.lr_scheduler == "constant":
+        parser.error("--lr_warmup_steps does nothing with --lr_scheduler constant: take constant_with_warmup")
+    return args
+
+
+def _add_data_flags(parser):
+    group = parser.add_argument_group("model")
+    group.add_argument("--model_dir", required=True, help="folder of the base model, what cache_model.py printed")
+    group.add_argument("--output_dir", required=True, help="folder for the tuned pipeline; appears when it is whole")
+    group.add_argument("--work_dir", help="folder for checkpoints, cached latents and logs; default: OUTPUT_DIR.work")
+    group.add_argument("--overwrite", action="store_true", help="drop an earlier run of other settings")
+
+    group = parser.add_argument_group("images and prompts")
+    group.add_argument("--instance_images_dir", required=True, help="folder of the subject's photos, about five")
+    group.add_argument("--instance_prompt", required=True, help='what they show: "photo of unqtkn dog"')
+    group.add_argument("--class_images_dir", help="folder of images of the class, drawn by run_model.py")
+    group.add_argument("--class_prompt", help='what those show: "photo of a dog"')
+    group.add_argument("--unique_token", help="identifier; default: the words that only --instance_prompt has")
+    group.add_argument("--resolution", type=cli.positive_int, help="pixels a side; default: the model's own")
+    _add_switch(group, "random_crop", True, "crop photos at a random place, not the centre")
+    _add_switch(group, "random_flip", True, "mirror half the photos; turn off for text and one-sided marks")
+    group.add_argument("--max_variants", type=cli.positive_int, default=16, help="crops of a photo, at most")
+    group.add_argument("--skip_bad_images", action="store_true", help="go on without files that cannot be read")
+
+
+def _add_training_flags(parser):
+    group = parser.add_argument_group("training")
+    group.add_argument("--train_batch_size", type=cli.positive_int, default=1, help="pairs a worker takes at a time")
+    group.add_argument("--gradient_accumulation_steps", type=cli.positive_int, default=1, help="batches a step")
+    group.add_argument("--num_epochs", type=cli.positive_int, default=4, help="passes over max(photos, class images)")
+    group.add_argument("--max_train_steps", type=cli.positive_int, help="optimizer steps; overrides --num_epochs")
+    group.add_argument("--lr", type=cli.positive_float, default=5e-6, help="learning rate")
+    schedules = ("constant", "constant_with_warmup", "linear", "cosine")
+    group.add_argument("--lr_scheduler", choices=schedules, default="constant", help="course of the learning rate")
+    group.add_argument("--lr_warmup_steps", type=cli.non_negative_int, default=0, help="steps of linear warm-up")
+    group.add_argument("--prior_loss_weight", type=cli.non_negative_float, default=1.0, help="of the class images")
+    group.add_argument("--snr_gamma", type=cli.positive_float, help="weigh rows by min-SNR with this gamma, say 5")
+    group.add_argument("--max_grad_norm", type=cli.positive_float, default=1.0, help="gradients are clipped to this")
+    group.add_argument("--adam_weight_decay", type=cli.non_negative_float, default=1e-2, help="AdamW's")
+    _add_switch(group, "train_text_encoder", True, "train the text encoder too")
+    group.add_argument("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
+    group.add_argument("--seed", type=cli.non_negative_int, default=0, help="seed of crops, order and noise")
+
+    group = parser.add_argument_group("checkpoints and logs")
+    group.add_argument("--checkpointing_steps", type=cli.positive_int, default=200, help="steps between checkpoints")
+    group.add_argument("--checkpoints_total_limit", type=cli.positive_int, default=2, help="checkpoints to keep")
+    group.add_argument("--log_every", type=cli.positive_int, default=10, help="steps between lines of log.jsonl")
+
+
+def _add_switch(group, name, default, help_text):
+    group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=help_text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step
+
+
+def join_modules(text_encoder, unet):
+    """Return one module of both, so that one DDP reducer serves both; text_encoder: None where it is frozen."""
+    import torch
+
+    class TextToNoise(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unet = unet
+            self.text_encoder = text_encoder
+
+        def forward(self, noisy_latents, timesteps, prompt):
+            hidden_states = prompt if self.text_encoder is None else self.text_encoder(prompt)[0]  # 2B L D
+            return self.unet(noisy_latents, timesteps, hidden_states).sample  # 2B c h w
+
+    return TextToNoise()
+
+
+def training_step(model, batch, noise_scheduler, vae_config, num_instance, prior_loss_weight, snr_gamma=None):
+    """Return (loss, instance loss, class loss) of a batch of dataset.collate: arXiv 2208.12242, eq. 2.
+
+    num_instance: how many rows, the first ones, are the subject's; the others are the class's.
+    """
+    from utils import get_target, min_snr_weights, prior_preserving_loss, scale_latents
+
+    latents = scale_latents(batch["mean"] + batch["std"] * batch["posterior_noise"], vae_config)  # 2B c h w
+    noise, timesteps = batch["noise"], batch["timesteps"]  # 2B c h w, 2B
+    noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
+    model_pred = model(noisy_latents, timesteps, batch["prompt"])
+    target = get_target(noise_scheduler, latents, noise, timesteps)
+    row_weights = None if snr_gamma is None else min_snr_weights(noise_scheduler, timesteps, snr_gamma)
+    return prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights)
+
+
+def load_modules(config, place, folder):
+    """Return (modules to train by name, frozen text encoder or None), from checkpoint `folder` where there is one."""
+    import torch
+
+    from utils import load_models
+
+    modules = load_models(config["model_dir"], ("text_encoder", "unet"), torch.float32, folder)
+    modules = {name: module.to(place.device).train() for name, module in modules.items()}
+    modules["unet"].to(memory_format=torch.channels_last)
+    frozen = None if config["train_text_encoder"] else modules.pop("text_encoder").eval()
+    for module in modules.values():
+        module.requires_grad_(True)
+        if config["gradient_checkpointing"]:
+            enable = getattr(module, "enable_gradient_checkpointing", None) or module.gradient_checkpointing_enable
+            enable()
+    return modules, frozen
+
+
+def encode_prompts(config, text_encoder, device):
+    """Return (instance, class) prompt_ids [L]; prompt_embeds [L, D], computed once, with a frozen text encoder."""
+    import torch
+
+    prompt_ids = [torch.tensor(ids) for ids in config["prompt_ids"]]
+    if text_encoder is None:
+        return prompt_ids
+    with torch.no_grad():
+        return [text_encoder(ids[None].to(device))[0][0].cpu() for ids in prompt_ids]
+
+
+def prepare(config, place):
+    """Return what a worker trains with, as a namespace: everything stands where the newest checkpoint left it."""
+    import torch
+    from diffusers import DDPMScheduler
+
+    from utils import compute_dtype, set_up_torch
+
+    set_up_torch(place.device.type, config.get("num_threads"))
+    dtype = compute_dtype(config["mixed_precision"], place.device.type)
+    step, folder = checkpoint.newest_checkpoint(config["work_dir"])
+    modules, frozen_text_encoder = load_modules(config, place, folder)
+    optimizer = training.Optimizer(
+        [parameter for _, parameter in checkpoint.named_parameters(modules)],
+        lr=config["lr"],
+        weight_decay=config["adam_weight_decay"],
+        max_grad_norm=config["max_grad_norm"],
+        fp16=dtype == torch.float16,
+        device=place.device,
+        schedule=(config["lr_scheduler"], config["lr_warmup_steps"], config["max_train_steps"]),
+    )
+    if folder:
+        checkpoint.restore_optimizer(folder, modules, optimizer.adamw)
+        optimizer.restore(step, checkpoint.read_manifest(folder)["scaler"])
+    model = join_modules(modules.get("text_encoder"), modules["unet"])
+    if place.world_size > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    noise_scheduler = DDPMScheduler.from_pretrained(config["model_dir"], subfolder="scheduler")
+    prompts = encode_prompts(config, frozen_text_encoder, place.device)
+    num_timesteps = noise_scheduler.config.num_train_timesteps
+    return SimpleNamespace(
+        step=step,
+        modules=modules,
+        optimizer=optimizer,
+        model=model,
+        batches=Batches(config["posteriors_dir"], Pairs(**config["pairs"]), *prompts, config["seed"], num_timesteps),
+        autocast=partial(torch.autocast, place.device.type, dtype, enabled=dtype != torch.float32),
+        loss_options={
+            "noise_scheduler": noise_scheduler,
+            "vae_config": read_config(config["model_dir"], "vae"),
+            "prior_loss_weight": config["prior_loss_weight"],
+            "snr_gamma": config["snr_gamma"],
+        },
+    )
+
+
+def accumulate_gradients(run, step, config, place):
+    """Leave the gradients of one optimizer step in place; return this worker's mean losses [3]."""
+    import torch
+
+    num_pairs, accumulation = config["train_batch_size"], config["gradient_accumulation_steps"]
+    losses = torch.zeros(3, device=place.device)
+    for micro in range(accumulation):
+        first_pair = (micro * place.world_size + place.rank) * num_pairs
+        batch = run.batches(step, first_pair, num_pairs, config["pairs_per_step"])
+        batch = {name: value.to(place.device, non_blocking=True) for name, value in batch.items()}
+        wait = place.world_size > 1 and micro < accumulation - 1  # gradients are averaged once, after the last
+        with run.model.no_sync() if wait else contextlib.nullcontext():
+            with run.autocast():
+                parts = training_step(run.model, batch, num_instance=num_pairs, **run.loss_options)
+            run.optimizer.scaler.scale(parts[0] / accumulation).backward()
+        losses += torch.stack(parts).detach() / accumulation
+    return losses
+
+
+def train_loop(config):
+    """Train on one worker from the newest checkpoint to `max_train_steps`; rank 0 logs, saves and publishes."""
+    import torch
+
+    from utils import step_seed
+
+    place = training.find_place(config["num_workers"])
+    run = prepare(config, place)
+    step, last, stopping = run.step, config["max_train_steps"], False
+    log = training.StepLog(config["work_dir"], step) if place.rank == 0 else None
+    while step < last and not stopping:
+        torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
+        losses = accumulate_gradients(run, step, config, place)
+        grad_norm = run.optimizer.step()
+        step += 1
+        is_logged = step % config["log_every"] == 0 or step == last
+        if is_logged:
+            loss, instance_loss, class_loss = place.mean(losses).tolist()
+        if log and is_logged:
+            log.write(step, loss=loss, instance_loss=instance_loss, class_loss=class_loss,
+                      grad_norm=grad_norm.item(), lr=run.optimizer.lr)  # fmt: skip
+        stopping = (is_logged or place.world_size == 1) and place.any(training.stop_asked(config))
+        if place.rank == 0 and (step % config["checkpointing_steps"] == 0 or step == last or stopping):
+            facts = {"settings": config["settings"], "scaler": run.optimizer.scaler.state_dict()}
+            keep = config["checkpoints_total_limit"]
+            checkpoint.save_checkpoint(config["work_dir"], step, run.modules, run.optimizer.adamw, facts, keep)
+    if log:
+        log.close()
+    if log and step >= last:
+        publish_pipeline(config, step, place.device)
+    return {"step": step, "trained": step - run.step, "stopped": step < last}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The driver
+
+
+def check_prompts(args):
+    """Raise BadInput unless the identifier is in the instance prompt and not in the class prompt."""
+    instance, other = args.instance_prompt.lower().split(), (args.class_prompt or "").lower().split()
+    token = (args.unique_token or " ".join(word for word in instance if word not in other)).lower().split()
+    if not token:
+        raise BadInput("--instance_prompt has no word that --class_prompt lacks: add an identifier, say unqtkn")
+    for word in token:
+        if word not in instance:
+            raise BadInput(f"--instance_prompt {args.instance_prompt!r} lacks the identifier {word!r}: add it")
+        if word in other:
+            raise BadInput(f"--class_prompt {args.class_prompt!r} has the identifier {word!r}: leave it out")
+
+
+def read_inputs(args):
+    """Check the model, the prompts and the folders without opening an image; return the settings of the run."""
+    index = check_pipeline(args.model_dir)
+    if index["_class_name"] != "StableDiffusionPipeline":
+        raise BadInput(f"--model_dir {args.model_dir} is a {index['_class_name']}: only StableDiffusionPipeline learns")
+    args.resolution = args.resolution or model_resolution(args.model_dir)
+    check_resolution(args.model_dir, "--resolution", args.resolution)
+    check_prompts(args)
+    checkpoint.check_writable(args.output_dir, "--output_dir")
+    checkpoint.check_writable(args.work_dir, "--work_dir")
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    settings["model"] = checkpoint.digest_model(args.model_dir)
+    for name in ("instance_images_dir", "class_images_dir"):
+        folder = getattr(args, name)
+        settings[name] = checkpoint.digest_files(find_images(folder, f"--{name}")[0]) if folder else None
+    return settings
+
+
+def plan_steps(args, settings, num_workers):
+    """Add the pairs of a step to `settings`, whatever workers share them, and return the steps to train for."""
+    settings["pairs_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * max(1, num_workers)
+    num_images = [
+        len(find_images(folder, "")[0]) for folder in (args.instance_images_dir, args.class_images_dir) if folder
+    ]
+    if args.class_images_dir:
+        flag = f"--class_images_dir {args.class_images_dir}"
+        training.check_batch(num_images[1], settings["pairs_per_step"], flag)
+    steps = args.max_train_steps or training.steps_of(args.num_epochs, max(num_images), settings["pairs_per_step"])
+    if not args.lr_scheduler.startswith("constant"):
+        settings["max_train_steps"] = steps  # the learning rate falls towards the end
+    return steps
+
+
+def train(args, settings, steps, num_workers, resources):
+    """Check the images, fill the cache of latents and run the workers; return what rank 0 says."""
+    images = [
+        check_images(getattr(args, name), f"--{name}", args.skip_bad_images) if getattr(args, name) else []
+        for name in ("instance_images_dir", "class_images_dir")
+    ]
+    pairs = Pairs(len(images[0]), len(images[1]), args.max_variants, args.seed)
+    prompt_ids = tokenize(args.model_dir, [args.instance_prompt, args.class_prompt or ""])
+    posteriors_dir = str(Path(args.work_dir) / "posteriors")
+    encoder_options = {name: getattr(args, name) for name in ("model_dir", "resolution", "random_crop", "random_flip")}
+    shares = {"cpus_per_worker": args.cpus_per_worker, "gpus_per_worker": args.gpus_per_worker}
+    pool = {"num_workers": num_workers, "address": args.address, **shares}
+    cache_posteriors(posteriors_dir, pairs, *images, {**encoder_options, "seed": args.seed}, ENCODE_BATCH_SIZE, **pool)
+    config = {
+        **vars(args),
+        "settings": settings,
+        "pairs_per_step": settings["pairs_per_step"],
+        "max_train_steps": steps,
+        "num_workers": num_workers,
+        "prompt_ids": prompt_ids,
+        "posteriors_dir": posteriors_dir,
+        "pairs": asdict(pairs),
+    }
+    return training.run_workers(train_loop, config, resources, max_failures=args.max_failures, **shares)
+
+
+def main(args):
+    """Check everything, fill the cache of latents, train, and say where the result is."""
+    if not args.prior_loss_weight:
+        args.class_images_dir = args.class_prompt = None
+    args.work_dir = args.work_dir or f"{args.output_dir.rstrip('/')}.work"
+    for name in ("model_dir", "output_dir", "work_dir", "instance_images_dir", "class_images_dir"):
+        setattr(args, name, getattr(args, name) and str(Path(getattr(args, name)).resolve()))
+    settings = read_inputs(args)
+    checkpoint.recover(args.output_dir)
+    num_workers, resources = args.num_workers, None
+    if num_workers is None:  # as the run that this one continues
+        num_workers = checkpoint.read_json(Path(args.work_dir) / training.RECORD).get("num_workers")
+    if num_workers is None:
+        resources = cli.start_ray(args.address)
+        num_workers = int(resources.get("GPU", 0)) or 1
+    steps = plan_steps(args, settings, num_workers)
+    if training.is_finished(args.output_dir, settings, steps, args.overwrite):
+        say(f"{args.output_dir} is trained for {steps} steps already")
+        return cli.print_result(output_dir=args.output_dir, steps=steps, trained=0)
+    with checkpoint.lock(Path(args.work_dir) / ".lock"):
+        training.open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
+        if num_workers and not resources:
+            resources = cli.start_ray(args.address)
+        result = train(args, settings, steps, num_workers, resources)
+    cli.print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, parse_args()))
