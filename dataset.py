@@ -16,6 +16,7 @@ from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, map_on_a
 
 READ = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
 PHOTOS_TO_CONVERT = {".heic", ".heif", ".jxl", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"}
+ENCODE_BATCH = 4  # images that the VAE takes at a time
 SMALLEST_SIDE = 16  # pixels: a smaller picture is an icon or a mistake
 LARGEST_PICTURE = 2 * Image.MAX_IMAGE_PIXELS  # pixels: past this Pillow takes it for a decompression bomb
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # 90 to 179 million pixels: a good camera
@@ -127,6 +128,22 @@ def to_pixel_values(image, resolution, rng=None, random_crop=True, random_flip=T
     return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
 
 
+def check_prompts(instance_prompt, class_prompt=None, unique_token=None):
+    """Raise BadInput unless the identifier is in the instance prompt and not in the class prompt.
+
+    unique_token: by default the words that the instance prompt has and the class prompt lacks.
+    """
+    instance, other = instance_prompt.lower().split(), (class_prompt or "").lower().split()
+    token = (unique_token or " ".join(word for word in instance if word not in other)).lower().split()
+    if not token:
+        raise BadInput("--instance_prompt has no word that --class_prompt lacks: add an identifier, say unqtkn")
+    for word in token:
+        if word not in instance:
+            raise BadInput(f"--instance_prompt {instance_prompt!r} lacks the identifier {word!r}: add it")
+        if word in other:
+            raise BadInput(f"--class_prompt {class_prompt!r} has the identifier {word!r}: leave it out")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Pairs
 
@@ -218,7 +235,7 @@ class PosteriorEncoder:
         return to_pixel_values(read_image(path), self.resolution, rng, self.random_crop, self.random_flip)
 
 
-def cache_posteriors(folder, pairs, instance_images, class_images, encoder_options, batch_size, **pool):
+def cache_posteriors(folder, pairs, instance_images, class_images, encoder_options, **pool):
     """Encode every variant of every image once, with Ray Data, into `folder`; return at once where it is whole.
 
     Rows are in the order of `Pairs.rows`, so each keeps its image however the loader shuffles.
@@ -229,7 +246,7 @@ def cache_posteriors(folder, pairs, instance_images, class_images, encoder_optio
     rows = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
     rows += [(str(path), i, None) for i, path in enumerate(class_images)]
     rows = [(row, *content) for row, content in enumerate(rows)]
-    items = [{"rows": rows[start : start + batch_size]} for start in range(0, len(rows), batch_size)]
+    items = [{"rows": rows[start : start + ENCODE_BATCH]} for start in range(0, len(rows), ENCODE_BATCH)]
     arrays = {}
     with Progress("encode", len(rows), "images") as progress:
         for result in map_on_actors(PosteriorEncoder, encoder_options, items, **pool):

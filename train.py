@@ -21,11 +21,10 @@ import checkpoint
 import cli
 import training
 from cli import BadInput, say
-from dataset import Batches, Pairs, cache_posteriors, check_images, find_images
+from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
 from model_card import publish_pipeline
 from model_folder import check_pipeline, check_resolution, model_resolution, read_config, tokenize
 
-ENCODE_BATCH_SIZE = 4  # images that the VAE takes at a time
 # Flags that decide the weights that come out: a run continues only under the same.
 SETTINGS = """
     instance_prompt class_prompt resolution random_crop random_flip max_variants skip_bad_images lr lr_scheduler seed
@@ -186,7 +185,7 @@ def prepare(config, place):
     )
     if folder:
         checkpoint.restore_optimizer(folder, modules, optimizer.adamw)
-        optimizer.restore(step, checkpoint.read_manifest(folder)["scaler"])
+        optimizer.scaler.load_state_dict(checkpoint.read_manifest(folder)["scaler"])
     model = join_modules(modules.get("text_encoder"), modules["unet"])
     if place.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -241,14 +240,14 @@ def train_loop(config):
     while step < last and not stopping:
         torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
         losses = accumulate_gradients(run, step, config, place)
-        grad_norm = run.optimizer.step()
+        grad_norm = run.optimizer.step(step)
         step += 1
         is_logged = step % config["log_every"] == 0 or step == last
         if is_logged:
             loss, instance_loss, class_loss = place.mean(losses).tolist()
-        if log and is_logged:
-            log.write(step, loss=loss, instance_loss=instance_loss, class_loss=class_loss,
-                      grad_norm=grad_norm.item(), lr=run.optimizer.lr)  # fmt: skip
+            if log:
+                log.write(step, loss=loss, instance_loss=instance_loss, class_loss=class_loss,
+                      grad_norm=grad_norm.item(), lr=run.optimizer.lr(step - 1))  # fmt: skip
         stopping = (is_logged or place.world_size == 1) and place.any(training.stop_asked(config))
         if place.rank == 0 and (step % config["checkpointing_steps"] == 0 or step == last or stopping):
             facts = {"settings": config["settings"], "scaler": run.optimizer.scaler.state_dict()}
@@ -265,19 +264,6 @@ def train_loop(config):
 # The driver
 
 
-def check_prompts(args):
-    """Raise BadInput unless the identifier is in the instance prompt and not in the class prompt."""
-    instance, other = args.instance_prompt.lower().split(), (args.class_prompt or "").lower().split()
-    token = (args.unique_token or " ".join(word for word in instance if word not in other)).lower().split()
-    if not token:
-        raise BadInput("--instance_prompt has no word that --class_prompt lacks: add an identifier, say unqtkn")
-    for word in token:
-        if word not in instance:
-            raise BadInput(f"--instance_prompt {args.instance_prompt!r} lacks the identifier {word!r}: add it")
-        if word in other:
-            raise BadInput(f"--class_prompt {args.class_prompt!r} has the identifier {word!r}: leave it out")
-
-
 def read_inputs(args):
     """Check the model, the prompts and the folders without opening an image; return the settings of the run."""
     index = check_pipeline(args.model_dir)
@@ -285,9 +271,9 @@ def read_inputs(args):
         raise BadInput(f"--model_dir {args.model_dir} is a {index['_class_name']}: only StableDiffusionPipeline learns")
     args.resolution = args.resolution or model_resolution(args.model_dir)
     check_resolution(args.model_dir, "--resolution", args.resolution)
-    check_prompts(args)
-    checkpoint.check_writable(args.output_dir, "--output_dir")
-    checkpoint.check_writable(args.work_dir, "--work_dir")
+    check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
+    for name in ("output_dir", "work_dir"):
+        checkpoint.check_writable(getattr(args, name), f"--{name}")
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings["model"] = checkpoint.digest_model(args.model_dir)
     for name in ("instance_images_dir", "class_images_dir"):
@@ -323,7 +309,7 @@ def train(args, settings, steps, num_workers, resources):
     encoder_options = {name: getattr(args, name) for name in ("model_dir", "resolution", "random_crop", "random_flip")}
     shares = {"cpus_per_worker": args.cpus_per_worker, "gpus_per_worker": args.gpus_per_worker}
     pool = {"num_workers": num_workers, "address": args.address, **shares}
-    cache_posteriors(posteriors_dir, pairs, *images, {**encoder_options, "seed": args.seed}, ENCODE_BATCH_SIZE, **pool)
+    cache_posteriors(posteriors_dir, pairs, *images, {**encoder_options, "seed": args.seed}, **pool)
     config = {
         **vars(args),
         "settings": settings,
@@ -347,8 +333,8 @@ def main(args):
     settings = read_inputs(args)
     checkpoint.recover(args.output_dir)
     num_workers, resources = args.num_workers, None
-    if num_workers is None:  # as the run that this one continues
-        num_workers = checkpoint.read_json(Path(args.work_dir) / training.RECORD).get("num_workers")
+    if num_workers is None:
+        num_workers = training.recorded_workers(args.work_dir)
     if num_workers is None:
         resources = cli.start_ray(args.address)
         num_workers = int(resources.get("GPU", 0)) or 1

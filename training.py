@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint
-from cli import BadInput, CheckFailed, Progress, Stopped, share_resources, stop_file
+from cli import BadInput, CheckFailed, Progress, Stopped, ToolError, share_resources, stop_file
 
 LOG = "log.jsonl"
 STOP = "stop"
@@ -72,24 +72,25 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=weight_decay, fused=True)
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
         name, num_warmup_steps, num_training_steps = schedule
-        self.lr_scheduler = get_scheduler(name, self.adamw, num_warmup_steps, num_training_steps)
+        self.base_lr = lr
+        self.lr_factor = get_scheduler(name, self.adamw, num_warmup_steps, num_training_steps).lr_lambdas[0]
         self.max_grad_norm = max_grad_norm
-        self.lr = lr  # of the latest step
         self.bad_steps, self.max_bad_steps = 0, MAX_BAD_STEPS_FP16 if fp16 else MAX_BAD_STEPS
 
-    def restore(self, step, scaler_state):
-        """Go on at `step`; the moments are in `adamw` already. Schedules are functions of the step."""
-        self.scaler.load_state_dict(scaler_state)
-        for _ in range(step):
-            self.lr_scheduler.step()
+    def lr(self, step):
+        """Return the learning rate of the step after `step` steps."""
+        return self.base_lr * self.lr_factor(step)
 
-    def step(self):
+    def step(self, step):
         """Clip and apply the gradients and return their norm before clipping; one that is not finite is not applied.
 
+        step: steps taken before this one; the learning rate is a function of it.
         The gradients, and so the decision, are the same on all workers. Raises CheckFailed after a few in a row.
         """
         import torch
 
+        for group in self.adamw.param_groups:
+            group["lr"] = self.lr(step)
         self.scaler.unscale_(self.adamw)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         finite = bool(torch.isfinite(grad_norm))
@@ -97,8 +98,6 @@ class Optimizer:
             self.scaler.step(self.adamw)
         self.scaler.update()
         self.adamw.zero_grad(set_to_none=True)
-        self.lr = self.lr_scheduler.get_last_lr()[0]
-        self.lr_scheduler.step()
         self.bad_steps = 0 if finite else self.bad_steps + 1
         if self.bad_steps > self.max_bad_steps:
             raise CheckFailed(
@@ -177,6 +176,11 @@ def open_work_dir(work_dir, settings, num_workers, overwrite):
     checkpoint.write_json(work_dir / RECORD, {"settings": settings, "num_workers": num_workers})
 
 
+def recorded_workers(work_dir):
+    """Return the number of workers of the run in `work_dir`, None where there is none: it goes on with as many."""
+    return checkpoint.read_json(Path(work_dir) / RECORD).get("num_workers")
+
+
 def run_workers(train_loop, config, resources, cpus_per_worker=None, gpus_per_worker=None, max_failures=0):
     """Run `train_loop(config)` on config["num_workers"] workers, show its log, and return what rank 0 returns.
 
@@ -189,15 +193,29 @@ def run_workers(train_loop, config, resources, cpus_per_worker=None, gpus_per_wo
     else:
         shares = share_resources(resources, config["num_workers"], cpus_per_worker, gpus_per_worker)
         config = {**config, "num_threads": max(1, int(shares[0]))}
-        fit = _make_trainer(train_loop, work_dir / "ray", config["num_workers"], *shares, max_failures)
+        fit = _make_trainer(_guard(train_loop), work_dir / "ray", config["num_workers"], *shares, max_failures)
     with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(1) as pool:
         future = pool.submit(fit, config)  # off the main thread, where Ray would take SIGINT for itself
         _follow(work_dir / LOG, config["max_train_steps"], future)
         result = future.result()
+    if "error" in result:
+        raise result["error"]
     shutil.rmtree(work_dir / "ray", ignore_errors=True)
     if result["stopped"] and signals:
         raise Stopped(signals[0])
     return result
+
+
+def _guard(train_loop):
+    """Return a `train_loop` that returns a ToolError as a result: Ray would start the workers again for it."""
+
+    def guarded(config):
+        try:
+            return train_loop(config)
+        except ToolError as error:
+            return {"error": error}
+
+    return guarded
 
 
 def _make_trainer(train_loop, storage_path, num_workers, cpus, gpus, max_failures):

@@ -1,0 +1,140 @@
+"""A tiny Stable Diffusion pipeline of random weights, photos, and one Ray for the session."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+ROOT = Path(__file__).resolve().parent.parent
+RESOLUTION = 16  # pixels a side of the tiny model: 8 latent cells of 2 pixels
+
+
+def make_tiny_model(folder, prediction_type="epsilon", num_train_timesteps=1000):
+    """Save a StableDiffusionPipeline of some 100,000 random weights: 16x16 pixels, 4x8x8 latents, 16 tokens."""
+    import torch
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + list("0123456789,.!?-")
+    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=16, pad_token="<|endoftext|>"
+    )
+    text_encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokens),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            bos_token_id=len(tokens) - 2,
+            eos_token_id=len(tokens) - 1,
+        )
+    )
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        sample_size=RESOLUTION,
+        scaling_factor=0.6,
+        mid_block_add_attention=False,
+    )
+    unet = UNet2DConditionModel(
+        sample_size=RESOLUTION // 2,
+        block_out_channels=(16, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=4,
+        cross_attention_dim=16,
+        attention_head_dim=4,
+    )
+    scheduler = DDIMScheduler(
+        beta_schedule="scaled_linear",
+        prediction_type=prediction_type,
+        num_train_timesteps=num_train_timesteps,
+        clip_sample=False,
+        set_alpha_to_one=False,
+        steps_offset=1,
+    )
+    StableDiffusionPipeline(
+        vae, text_encoder, tokenizer, unet, scheduler, None, None, requires_safety_checker=False
+    ).save_pretrained(folder, safe_serialization=True)
+    return Path(folder)
+
+
+def make_photos(folder, count, size=(24, 20), seed=0):
+    """Save `count` PNG photos of noise, 00.png ..."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for index in range(count):
+        pixels = rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index:02d}.png")
+    return folder
+
+
+def run_script(script, *arguments, timeout=240, **environment):
+    """Run a script of the project as a person does; return the finished process with its text."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+    )
+
+
+def last_json(text):
+    """Return the JSON object on the last line of a script's stdout."""
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def tree(folder):
+    """Return {relative path: (bytes, modification time)} of a folder, to show that nothing was written."""
+    return {
+        path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_v_model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny-v", "v_prediction")
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos") / "instance", 3)
+
+
+@pytest.fixture(scope="session")
+def class_images(tmp_path_factory):
+    return make_photos(tmp_path_factory.mktemp("photos") / "class", 8, (RESOLUTION, RESOLUTION), seed=1)
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """One local Ray for all tests that need it; the scripts find it running."""
+    import ray
+
+    from cli import start_ray
+
+    start_ray("local")
+    yield
+    ray.shutdown()
