@@ -147,8 +147,7 @@ def load_modules(config, place, folder):
     for module in modules.values():
         module.requires_grad_(True)
         if config["gradient_checkpointing"]:
-            enable = getattr(module, "enable_gradient_checkpointing", None) or module.gradient_checkpointing_enable
-            enable()
+            (getattr(module, "enable_gradient_checkpointing", None) or module.activation_checkpointing_enable)()
     return modules, frozen
 
 

@@ -73,7 +73,8 @@ class Optimizer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
         name, num_warmup_steps, num_training_steps = schedule
         self.base_lr = lr
-        self.lr_factor = get_scheduler(name, self.adamw, num_warmup_steps, num_training_steps).lr_lambdas[0]
+        steps = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+        self.lr_factor = get_scheduler(name, self.adamw, **steps).lr_lambdas[0]
         self.max_grad_norm = max_grad_norm
         self.bad_steps, self.max_bad_steps = 0, MAX_BAD_STEPS_FP16 if fp16 else MAX_BAD_STEPS
 

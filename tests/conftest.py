@@ -16,7 +16,7 @@ RESOLUTION = 16  # pixels a side of the tiny model: 8 latent cells of 2 pixels
 
 
 def make_tiny_model(folder, prediction_type="epsilon", num_train_timesteps=1000):
-    """Save a StableDiffusionPipeline of some 100,000 random weights: 16x16 pixels, 4x8x8 latents, 16 tokens."""
+    """Save a StableDiffusionPipeline of some 100,000 random weights: 16x16 pixels, 4x8x8 latents, 24 tokens."""
     import torch
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
@@ -25,7 +25,7 @@ def make_tiny_model(folder, prediction_type="epsilon", num_train_timesteps=1000)
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + list("0123456789,.!?-")
     tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     tokenizer = CLIPTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=16, pad_token="<|endoftext|>"
+        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=24, pad_token="<|endoftext|>"
     )
     text_encoder = CLIPTextModel(
         CLIPTextConfig(
@@ -34,7 +34,7 @@ def make_tiny_model(folder, prediction_type="epsilon", num_train_timesteps=1000)
             intermediate_size=32,
             num_hidden_layers=2,
             num_attention_heads=2,
-            max_position_embeddings=16,
+            max_position_embeddings=24,
             bos_token_id=len(tokens) - 2,
             eos_token_id=len(tokens) - 1,
         )

@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# DreamBooth in numbered steps. ./run.sh runs all of them, ./run.sh 3 one, ./run.sh test the tests.
+#   0 set-up   1 copy the subject's photos   2 cache the model   3 class images   4 fine-tune   5 draw the subject
+# A step that is done is left alone. Every variable below can be set from outside:
+#   INSTANCE_DIR=~/photos/rex CLASS_NAME=dog ORIG_MODEL_NAME=CompVis/stable-diffusion-v1-4 ./run.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# The subject: a folder of about five photos, what they show in one or two words, and a rare token to name it by.
+INSTANCE_DIR=${INSTANCE_DIR:-assets/subject}
+CLASS_NAME=${CLASS_NAME:-cat}
+UNIQUE_TOKEN=${UNIQUE_TOKEN:-unqtkn}
+
+# The model: a name on the Hugging Face hub at a commit, or a local folder.
+ORIG_MODEL_NAME=${ORIG_MODEL_NAME:-models/emoji-interim}
+ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-b95be7d6f134c3a9e62ee616f310733567f069ce}
+
+# Where everything goes.
+DATA_PREFIX=${DATA_PREFIX:-data}
+ORIG_MODEL_DIR=${ORIG_MODEL_DIR:-$DATA_PREFIX/model-orig}
+TUNED_MODEL_DIR=${TUNED_MODEL_DIR:-$DATA_PREFIX/model-tuned}
+IMAGES_OWN_DIR=${IMAGES_OWN_DIR:-$DATA_PREFIX/images-own}
+IMAGES_REG_DIR=${IMAGES_REG_DIR:-$DATA_PREFIX/images-reg}
+IMAGES_NEW_DIR=${IMAGES_NEW_DIR:-$DATA_PREFIX/images-new}
+
+# How: the values of the paper for Stable Diffusion; the embedded 64-pixel model is small and learns faster.
+if [[ -d $ORIG_MODEL_NAME ]]; then
+    PROMPT_START=${PROMPT_START:-a 3d emoji of a}
+    NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-100}
+    NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
+    LR=${LR:-1e-4}
+    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
+else
+    PROMPT_START=${PROMPT_START:-photo of a}
+    NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-200}
+    NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-50}
+    LR=${LR:-5e-6}
+    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
+fi
+NUM_WORKERS=${NUM_WORKERS:-} # empty: one on each GPU, or what suits the CPU
+WORKERS=(${NUM_WORKERS:+--num_workers "$NUM_WORKERS"})
+
+CLASS_PROMPT="$PROMPT_START $CLASS_NAME"
+INSTANCE_PROMPT="$PROMPT_START $UNIQUE_TOKEN $CLASS_NAME"
+
+step_0() { # set-up: a virtual environment with what requirements.txt pins
+    local file=${1:-requirements.txt} stamp
+    stamp=.venv/${file%.txt}.sha256
+    if ! sha256sum --check --status "$stamp" 2>/dev/null; then
+        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+        "${PYTHON:-python3}" -m venv .venv
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file"
+        sha256sum requirements*.txt >"$stamp"
+    fi
+}
+
+step_1() { # copy the subject's photos; those of another subject are in the way
+    mkdir -p "$IMAGES_OWN_DIR"
+    local photo
+    for photo in "$IMAGES_OWN_DIR"/*; do
+        if [[ -e $photo && ! -e $INSTANCE_DIR/${photo##*/} ]]; then
+            echo "run.sh: $photo is not in INSTANCE_DIR=$INSTANCE_DIR: set INSTANCE_DIR, or another DATA_PREFIX" >&2
+            exit 3
+        fi
+    done
+    for photo in "$INSTANCE_DIR"/*; do
+        if [[ ! -e $photo ]]; then
+            echo "run.sh: INSTANCE_DIR=$INSTANCE_DIR holds no photos: copy about five there" >&2
+            exit 3
+        fi
+        if [[ -f $photo ]] && ! cmp -s "$photo" "$IMAGES_OWN_DIR/${photo##*/}"; then
+            cp "$photo" "$IMAGES_OWN_DIR/"
+        fi
+    done
+}
+
+step_2() { # cache the model; the path of the cached snapshot is for the other steps
+    ORIG_MODEL_PATH=$(.venv/bin/python cache_model.py \
+        --model_name "$ORIG_MODEL_NAME" --revision "$ORIG_MODEL_HASH" --model_dir "$ORIG_MODEL_DIR" | tail -n 1)
+}
+
+step_3() { # images of the class, drawn by the model before it learns
+    step_2
+    .venv/bin/python run_model.py \
+        --model_dir "$ORIG_MODEL_PATH" \
+        --output_dir "$IMAGES_REG_DIR" \
+        --prompts "$CLASS_PROMPT" \
+        --num_samples_per_prompt "$NUM_CLASS_IMAGES" \
+        --num_inference_steps "$NUM_INFERENCE_STEPS" \
+        --batch_size 10 \
+        "${WORKERS[@]}"
+}
+
+step_4() { # fine-tune the text encoder and the UNet
+    step_2
+    .venv/bin/python train.py \
+        --model_dir "$ORIG_MODEL_PATH" \
+        --output_dir "$TUNED_MODEL_DIR" \
+        --instance_images_dir "$IMAGES_OWN_DIR" \
+        --instance_prompt "$INSTANCE_PROMPT" \
+        --class_images_dir "$IMAGES_REG_DIR" \
+        --class_prompt "$CLASS_PROMPT" \
+        --unique_token "$UNIQUE_TOKEN" \
+        --lr "$LR" \
+        --max_train_steps "$MAX_TRAIN_STEPS" \
+        "${WORKERS[@]}"
+}
+
+step_5() { # draw the subject
+    .venv/bin/python run_model.py \
+        --model_dir "$TUNED_MODEL_DIR" \
+        --output_dir "$IMAGES_NEW_DIR" \
+        --prompts "$INSTANCE_PROMPT" \
+        --prompts "$INSTANCE_PROMPT on a red background" \
+        --prompts "$INSTANCE_PROMPT on a blue background" \
+        --num_samples_per_prompt 4 \
+        --num_inference_steps "$NUM_INFERENCE_STEPS" \
+        "${WORKERS[@]}"
+    echo "The pictures are in $IMAGES_NEW_DIR" >&2
+}
+
+case ${1:-all} in
+    all) for step in 0 1 2 3 4 5; do "step_$step"; done ;;
+    [0-5]) "step_$1" ;;
+    test)
+        step_0 requirements-test.txt
+        .venv/bin/python -m pytest tests "${@:2}"
+        ;;
+    *)
+        echo "run.sh: $1 is not a step: ./run.sh, ./run.sh 0 to 5, or ./run.sh test" >&2
+        exit 2
+        ;;
+esac

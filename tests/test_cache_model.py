@@ -1,0 +1,561 @@
+"""cache_model.py against a small hub of our own on 127.0.0.1: what is fetched, what is kept, what each fault says."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+from conftest import ROOT, run_script, tree
+from safetensors.numpy import save
+
+import cache_model
+from checkpoint import lock
+from cli import Stopped, describe_error
+
+NAME = "someone/tiny"
+FIRST, SECOND = "1" * 40, "2" * 40
+INDEX = {
+    "_class_name": "StableDiffusionPipeline",
+    "safety_checker": [None, None],
+    "scheduler": ["diffusers", "DDIMScheduler"],
+    "text_encoder": ["transformers", "CLIPTextModel"],
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "unet": ["diffusers", "UNet2DConditionModel"],
+    "vae": ["diffusers", "AutoencoderKL"],
+}
+WANTED = {
+    "model_index.json",
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "text_encoder/model.safetensors",
+    "tokenizer/[odd] name*.json",
+    "tokenizer/merges.txt",
+    "tokenizer/vocab.json",
+    "unet/config.json",
+    "unet/diffusion_pytorch_model.safetensors",
+    "vae/config.json",
+    "vae/diffusion_pytorch_model.safetensors",
+}
+UNET, UNET_FP16 = "unet/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.fp16.safetensors"
+DECOYS = {
+    "README.md",
+    "v1.ckpt",
+    "v1.safetensors",
+    "safety_checker/model.safetensors",
+    "text_encoder/flax_model.msgpack",
+    "unet/diffusion_pytorch_model.bin",
+    "unet/diffusion_pytorch_model.bin.index.json",
+    UNET_FP16,
+    "unet/deeper/config.json",
+    "vae_1_0/config.json",
+}
+
+
+def make_files(seed=0):
+    """Return {name: bytes} of a repository: a tiny pipeline among what else a repository holds."""
+    files = {name: json.dumps({"file": name}).encode() for name in WANTED | DECOYS}
+    for number, name in enumerate(sorted(name for name in files if name.endswith(".safetensors"))):
+        files[name] = save({"weight": np.array([seed, number], np.float32)})
+    return files | {"model_index.json": json.dumps(INDEX).encode()}
+
+
+class Hub(ThreadingHTTPServer):
+    """What the tests need of the hub's API. `broken`: files that end in an error, `endless`: files that never end."""
+
+    daemon_threads, request_queue_size = True, 64
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.commits, self.refs = {FIRST: make_files()}, {"main": FIRST}
+        self.broken, self.endless, self.gated, self.status = set(), set(), "", None
+        self.requests, self.stopped = [], threading.Event()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self):
+        self.stopped.set()
+        self.shutdown()
+        self.server_close()
+
+    def fetched(self):
+        """Return the files whose content was asked for, model_index.json aside, and forget the requests."""
+        names = {path.split("/", 5)[5] for method, path in self.requests if method == "GET" and "/resolve/" in path}
+        self.requests.clear()
+        return names - {"model_index.json"}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        hub, path = self.server, unquote(urlsplit(self.path).path)
+        hub.requests.append((self.command, path))
+        if hub.status:
+            return self.answer(hub.status, b"")
+        if path.startswith(f"/api/models/{NAME}/"):
+            kind, revision = path.removeprefix(f"/api/models/{NAME}/").split("/", 1)
+        elif path.startswith(f"/{NAME}/resolve/"):
+            kind, (revision, name) = "resolve", path.removeprefix(f"/{NAME}/resolve/").split("/", 1)
+        else:
+            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        commit = hub.refs.get(revision, revision)
+        if commit not in hub.commits:
+            return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        files = hub.commits[commit]
+        if kind == "revision":
+            siblings = [{"rfilename": name, "size": len(data), "blobId": "0" * 40} for name, data in files.items()]
+            return self.answer_json({"id": NAME, "sha": commit, "siblings": siblings})
+        if kind == "tree":
+            rows = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in files.items()]
+            return self.answer_json(rows)
+        if hub.gated:
+            return self.answer(403, b"", {"X-Error-Code": hub.gated})
+        if name not in files:
+            return self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+        if name in hub.broken and self.command == "GET":
+            return self.answer(500, b"")
+        etag = hashlib.sha1(files[name]).hexdigest()
+        return self.answer(200, files[name], {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
+
+    def answer_json(self, value):
+        warning = {"X-HF-Warning": "auth; You are sending unauthenticated requests"}
+        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json", **warning})
+
+    def answer(self, status, data, headers=()):
+        self.send_response(status)
+        for name, value in {**dict(headers), "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET" and urlsplit(self.path).path.endswith(tuple(self.server.endless)):
+            self.wfile.write(data[:1])
+            self.server.stopped.wait(30)
+        elif self.command == "GET":
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A running hub that huggingface_hub takes for the real one, and nobody's token."""
+    from huggingface_hub import close_session, constants
+
+    hub = Hub()
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    close_session()
+    yield hub
+    hub.stop()
+    close_session()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def fetch(cache, capsys):
+    """A function that runs cache_model.py and returns (the last line of stdout as a path, stderr)."""
+
+    def fetch(*flags, name=NAME):
+        arguments = ["--model_name", str(name), "--model_dir", str(cache), *flags]
+        cache_model.main(cache_model.parse_args(arguments))
+        captured = capsys.readouterr()
+        assert captured.out.count("\n") == 1
+        return Path(captured.out.strip()), captured.err
+
+    return fetch
+
+
+def fault(fetch, *flags, **options):
+    """Return (exit code, message) of a run that must fail."""
+    with pytest.raises(Exception) as caught:
+        fetch(*flags, **options)
+    return describe_error(caught.value)
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def snapshot_files(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def repo_of(cache):
+    return cache / "models--someone--tiny"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is fetched
+
+
+def test_each_component_is_fetched_in_one_format_and_the_branch_recorded(hub, cache, fetch):
+    folder, stderr = fetch()
+    assert folder == repo_of(cache) / "snapshots" / FIRST
+    assert snapshot_files(folder) == WANTED
+    assert hub.fetched() == WANTED - {"model_index.json"}
+    assert (folder / UNET).read_bytes() == hub.commits[FIRST][UNET]
+    assert (repo_of(cache) / "refs" / "main").read_text() == FIRST
+    assert stderr == f"main is commit {FIRST}; --revision {FIRST} pins it\n"
+
+
+def test_the_cache_is_one_that_the_hubs_own_client_reads(hub, cache, fetch):
+    from huggingface_hub import scan_cache_dir, snapshot_download
+
+    folder, _ = fetch()
+    scan = scan_cache_dir(cache)
+    assert not scan.warnings
+    assert [(repo.repo_id, [str(r.snapshot_path) for r in repo.revisions]) for repo in scan.repos] == [
+        (NAME, [str(folder)])
+    ]
+    wanted = ["model_index.json", "unet/*.safetensors"]
+    assert snapshot_download(
+        NAME, cache_dir=cache, local_files_only=True, allow_patterns=wanted, ignore_patterns="*fp16*"
+    ) == str(folder)
+
+
+def test_a_script_run_prints_one_line_and_nothing_of_the_hubs(hub, cache):
+    flags = ("--model_name", NAME, "--model_dir", cache)
+    done = run_script("cache_model.py", *flags, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
+    assert (done.returncode, done.stdout) == (0, f"{repo_of(cache) / 'snapshots' / FIRST}\n")
+    assert done.stderr.splitlines() == [f"main is commit {FIRST}; --revision {FIRST} pins it"]
+    hub.gated, hub.commits[SECOND] = "GatedRepo", make_files(1)
+    done = run_script("cache_model.py", *flags, "--revision", SECOND, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
+
+
+def test_a_variant_is_taken_where_a_component_has_it(hub, fetch):
+    folder, _ = fetch("--variant", "fp16")
+    assert snapshot_files(folder) == WANTED - {UNET} | {UNET_FP16}
+    folder, _ = fetch("--revision", FIRST)
+    assert snapshot_files(folder) == WANTED | {UNET_FP16}
+
+
+def test_a_local_folder_is_checked_and_printed(tmp_path, cache, fetch, monkeypatch):
+    for name in WANTED:
+        path = tmp_path / "models" / "tiny" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(make_files()[name])
+    monkeypatch.chdir(tmp_path)
+    assert fetch(name="models/tiny") == (tmp_path / "models" / "tiny", "")
+    assert not cache.exists()
+    (tmp_path / "models" / "tiny" / UNET).unlink()
+    code, message = fault(fetch, name="models/tiny")
+    assert code == 3 and "unet holds no weights" in message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is kept
+
+
+def test_a_pinned_model_needs_no_network_and_no_hub_client(hub, cache, fetch):
+    folder, stderr = fetch("--revision", FIRST)
+    assert stderr == ""
+    hub.stop()
+    hub.requests.clear()
+    before = tree(cache)
+    assert fetch("--revision", FIRST) == (folder, "")
+    program = (
+        "import sys, cache_model as c; c.main(c.parse_args(sys.argv[1:])); "
+        "print([name for name in ('huggingface_hub', 'torch', 'diffusers', 'ray') if name in sys.modules])"
+    )
+    flags = ["--model_name", NAME, "--revision", FIRST, "--model_dir", str(cache)]
+    done = subprocess.run([sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [str(folder), "[]"]
+    assert tree(cache) == before and not hub.requests
+
+
+def test_a_whole_branch_costs_one_question_and_writes_nothing(hub, cache, fetch):
+    fetch()
+    hub.requests.clear()
+    before = tree(cache)
+    fetch()
+    assert hub.requests == [("GET", f"/api/models/{NAME}/revision/main")]
+    assert tree(cache) == before
+
+
+@pytest.mark.parametrize("how", ["stopped", "silent", "switched off", "busy"])
+def test_a_branch_without_network_is_what_it_last_was(hub, fetch, monkeypatch, how):
+    folder, _ = fetch()
+    if how == "stopped":
+        hub.stop()
+    elif how == "silent":
+        monkeypatch.setattr(cache_model, "TIMEOUT", 0.2)
+        hub.endless = {"/revision/main"}
+    elif how == "switched off":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:
+        hub.status = 503
+    again, stderr = fetch()
+    assert again == folder
+    assert stderr.count("\n") == 1 and f"commit {FIRST} is taken from the cache" in stderr
+
+
+def test_a_moved_branch_is_recorded_when_its_new_commit_is_whole(hub, cache, fetch):
+    old, _ = fetch()
+    hub.commits[SECOND], hub.refs["main"], hub.broken = make_files(1), SECOND, {UNET}
+    assert fault(fetch)[0] == 75
+    hub.refs = {}
+    hub.status = 503
+    assert fetch()[0] == old
+    hub.status, hub.refs, hub.broken = None, {"main": SECOND}, set()
+    new, stderr = fetch()
+    assert new.name == SECOND and SECOND in stderr
+    assert (repo_of(cache) / "refs" / "main").read_text() == SECOND
+    assert snapshot_files(new) == snapshot_files(old) == WANTED
+
+
+def test_a_broken_download_goes_on_where_it_was(hub, fetch):
+    hub.broken = {UNET, "tokenizer/vocab.json"}
+    code, message = fault(fetch)
+    assert code == 75 and "--model_name" in message and "500" in message
+    hub.broken = set()
+    first = hub.fetched()
+    folder, _ = fetch()
+    assert hub.fetched() == WANTED - {"model_index.json"} - (first - {UNET, "tokenizer/vocab.json"})
+    assert snapshot_files(folder) == WANTED
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_download_at_once(hub, cache, fetch, signal_number):
+    hub.endless, rest = {UNET}, WANTED - {UNET}
+    command = [sys.executable, str(ROOT / "cache_model.py"), "--model_name", NAME, "--model_dir", str(cache)]
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: list(cache.rglob("*.incomplete")) and snapshot_files(repo_of(cache) / "snapshots" / FIRST) == rest)
+    process.send_signal(signal_number)
+    assert process.wait(5) == 128 + signal_number
+    assert process.stderr.read().splitlines()[1:] == [f"cache_model.py: {Stopped(signal_number)}"]
+    assert not list(cache.rglob("*.incomplete"))
+    hub.endless = set()
+    hub.requests.clear()
+    assert snapshot_files(fetch()[0]) == WANTED
+    assert UNET in hub.fetched()
+
+
+@pytest.mark.parametrize("name", [UNET, "tokenizer/vocab.json", "model_index.json"])
+@pytest.mark.parametrize("how", ["absent", "dangling", "short"])
+def test_what_a_snapshot_lacks_is_fetched_again(hub, cache, fetch, name, how):
+    folder, _ = fetch("--revision", FIRST)
+    if how == "absent":
+        (folder / name).unlink()
+    elif how == "dangling":
+        (folder / name).resolve().unlink()
+    else:
+        (folder / name).write_bytes(hub.commits[FIRST][name][:-1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        code, message = fault(fetch, "--revision", FIRST)
+        assert code == 75 and "the cache is not whole" in message and name.split("/")[0] in message
+    hub.requests.clear()
+    assert fetch("--revision", FIRST)[0] == folder
+    assert hub.fetched() <= {name}
+    assert snapshot_files(folder) == WANTED
+    assert (folder / name).read_bytes() == hub.commits[FIRST][name]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_damaged_weights_of_the_right_size_are_fetched_again(hub, tmp_path, cache, fetch, copied):
+    folder, _ = fetch("--revision", FIRST)
+    if copied:  # a cache whose links became files on the way
+        shutil.copytree(cache, tmp_path / "copy")
+        shutil.rmtree(cache)
+        shutil.move(tmp_path / "copy", cache)
+        assert not (folder / UNET).is_symlink()
+    (folder / UNET).write_bytes(b"\xff" * len(hub.commits[FIRST][UNET]))
+    _, stderr = fetch("--revision", FIRST)
+    assert "damaged" in stderr and UNET in stderr
+    assert (folder / UNET).read_bytes() == hub.commits[FIRST][UNET]
+
+
+@pytest.mark.parametrize("flags", [(), ("--revision", FIRST)])
+def test_a_cache_without_a_listing_serves_without_network(hub, cache, fetch, flags):
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(NAME, cache_dir=cache)
+    shutil.rmtree(repo_of(cache) / "trees")
+    hub.stop()
+    assert str(fetch(*flags)[0]) == folder
+    (Path(folder) / UNET).unlink()
+    (Path(folder) / UNET_FP16).unlink()
+    assert fault(fetch, *flags)[0] == 75
+
+
+def test_a_cache_of_the_hubs_own_client_is_not_fetched_again(hub, cache, fetch):
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(NAME, cache_dir=cache)
+    hub.requests.clear()
+    assert str(fetch("--revision", FIRST)[0]) == folder
+    assert not hub.requests
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes wrong
+
+
+def drop(files, *names):
+    return {name: data for name, data in files.items() if name not in names}
+
+
+FAULTS = {
+    "gated": (
+        lambda hub: setattr(hub, "gated", "GatedRepo"),
+        (),
+        3,
+        ("--model_name", "accept its licence", "HF_TOKEN"),
+    ),
+    "refused": (lambda hub: setattr(hub, "gated", "Other"), (), 3, ("--model_name", "refuses it (403)", "HF_TOKEN")),
+    "bad token": (lambda hub: setattr(hub, "status", 401), (), 3, ("--model_name", "401", "HF_TOKEN")),
+    "revision": (lambda hub: None, ("--revision", "v9"), 3, ("--revision v9", "no commit, branch or tag")),
+    "no commit": (lambda hub: None, ("--revision", "9" * 40), 3, (f"--revision {'9' * 40}",)),
+    "variant": (lambda hub: None, ("--variant", "fp61"), 3, ("--variant fp61", "fp16")),
+    "no pipeline": (
+        lambda hub: hub.commits.update({FIRST: drop(make_files(), "model_index.json")}),
+        (),
+        3,
+        ("--model_name", "no Diffusers pipeline"),
+    ),
+    "pickles": (
+        lambda hub: hub.commits.update({FIRST: drop(make_files(), UNET, UNET_FP16)}),
+        (),
+        3,
+        ("--model_name", "unet/diffusion_pytorch_model.bin is a pickle, which can run code", "--revision"),
+    ),
+    "fp16 alone": (
+        lambda hub: hub.commits.update({FIRST: drop(make_files(), UNET)}),
+        (),
+        3,
+        ("unet", "--variant fp16"),
+    ),
+    "damaged": (
+        lambda hub: hub.commits.update({FIRST: make_files() | {UNET: b"not safetensors"}}),
+        (),
+        5,
+        (UNET, "damaged", "fetch the model again"),
+    ),
+    "busy": (lambda hub: setattr(hub, "status", 503), (), 75, ("--model_name", "503", "has no revision main")),
+    "no network": (lambda hub: hub.stop(), (), 75, ("--model_name", "no network", "has no revision main")),
+    "no network, pinned": (lambda hub: hub.stop(), ("--revision", FIRST), 75, ("--model_name", "no network", FIRST)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_one_line_that_names_the_flag(hub, cache, fetch, name):
+    prepare, flags, code, words = FAULTS[name]
+    prepare(hub)
+    found, message = fault(fetch, *flags)
+    assert found == code, message
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+    if code == 3:
+        assert not hub.fetched() and not list(cache.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("someone/else", "neither a folder here nor a model on"),
+        ("some one/tiny", "neither a folder here nor an ORGANISATION/NAME"),
+    ],
+)
+def test_an_unknown_model(hub, fetch, name, words):
+    code, message = fault(fetch, name=name)
+    assert code == 3 and f"--model_name {name} is {words}" in message
+
+
+@pytest.mark.parametrize("name", ["./models/none", "/models/none", "~/none", "../none", "none/", "a/b/c"])
+def test_a_path_that_is_no_folder_is_not_asked_of_the_hub(hub, fetch, name):
+    code, message = fault(fetch, name=name)
+    assert code == 3 and message.startswith(f"--model_name {name} is not a folder")
+    assert not hub.requests
+
+
+def test_an_unwritable_cache_is_told_before_the_network(hub, cache, fetch):
+    cache.write_text("a file")
+    code, message = fault(fetch)
+    assert code == 3 and message.startswith(f"--model_dir {cache}")
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left", "blob"), RuntimeError("No space (os error 28)")])
+def test_a_full_disk_is_told_as_such(hub, fetch, monkeypatch, error):
+    def fill(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.snapshot_download", fill)
+    code, message = fault(fetch)
+    assert code == 4 and "disk full" in message
+
+
+def test_a_second_run_on_one_cache_is_sent_away(hub, cache, fetch):
+    with lock(repo_of(cache) / ".lock"):
+        code, message = fault(fetch)
+    assert code == 75 and "in use by process" in message
+    assert not hub.fetched()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# select_files
+
+UNET_ONLY = {"unet": ["diffusers", "UNet2DConditionModel"], "_name": "x", "safety_checker": [None, None]}
+
+
+def chosen(*names, variant=None):
+    files = ["model_index.json", "unet/config.json", *(f"unet/{name}" for name in names)]
+    return [Path(name).name for name in cache_model.select_files(files, UNET_ONLY, variant)][2:]
+
+
+def test_shards_come_with_their_index():
+    plain = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    half = [
+        "model.fp16-00001-of-00002.safetensors",
+        "model.fp16-00002-of-00002.safetensors",
+        "model.safetensors.index.fp16.json",
+    ]
+    other = ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"]
+    assert chosen(*plain, *half, *other) == plain
+    assert chosen(*plain, *half, *other, variant="fp16") == half
+
+
+def test_shards_that_name_their_variant_last():
+    half = ["model-00001-of-00001.fp16.safetensors", "model.safetensors.fp16.index.json"]
+    assert chosen(*half, "model.safetensors", variant="fp16") == half
+
+
+def test_a_variant_of_two_words_is_not_its_part():
+    names = ["model.safetensors", "model.fp16.safetensors", "model.non_ema.fp16.safetensors"]
+    assert chosen(*names, variant="fp16") == ["model.fp16.safetensors"]
+    assert chosen(*names, variant="non_ema.fp16") == ["model.non_ema.fp16.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "flax_model.msgpack", "model.fp16.bin", "model.ckpt"])
+def test_weights_in_no_safetensors_are_refused(name):
+    with pytest.raises(cache_model.BadInput, match=f"unet/{name} is"):
+        chosen(name)
+
+
+def test_a_component_without_a_folder_is_refused():
+    with pytest.raises(cache_model.BadInput, match="no files of its unet"):
+        cache_model.select_files(["model_index.json", "v1.safetensors"], UNET_ONLY)

@@ -1,0 +1,210 @@
+"""A model folder as files: whole or not, which weights, what its tokenizer cuts."""
+
+import json
+import shutil
+
+import pytest
+
+import cli
+from model_folder import (
+    check_pipeline,
+    check_resolution,
+    check_safetensors,
+    model_resolution,
+    pixel_factor,
+    tokenize,
+    weights_variant,
+)
+
+PARTS = ("scheduler", "text_encoder", "tokenizer", "unet", "vae")
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path):
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+def weights_of(model, part):
+    return next((model / part).glob("*.safetensors"))
+
+
+def test_a_whole_model_passes(tiny_model):
+    index = check_pipeline(tiny_model)
+    assert index["_class_name"] == "StableDiffusionPipeline"
+    assert {name for name, value in index.items() if isinstance(value, list) and value[0]} == set(PARTS)
+
+
+def test_what_is_no_model_folder_is_bad_input(tmp_path):
+    with pytest.raises(cli.BadInput, match=r"--base .*not a folder"):
+        check_pipeline(tmp_path / "none", "--base")
+    with pytest.raises(cli.BadInput, match=r"--base .*model_index\.json"):
+        check_pipeline(tmp_path, "--base")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_missing_part_is_named(model, part):
+    shutil.rmtree(model / part)
+    with pytest.raises(cli.BadInput, match=f"its {part}"):
+        check_pipeline(model)
+
+
+@pytest.mark.parametrize("part", ["scheduler", "tokenizer"])
+def test_an_empty_part_is_named(model, part):
+    shutil.rmtree(model / part)
+    (model / part).mkdir()
+    with pytest.raises(cli.BadInput, match=f"{part} is empty"):
+        check_pipeline(model)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "unet", "vae"])
+def test_a_missing_configuration_or_weight_is_named(model, part):
+    config = (model / part / "config.json").read_bytes()
+    (model / part / "config.json").unlink()
+    with pytest.raises(cli.BadInput, match=rf"{part} has no config\.json"):
+        check_pipeline(model)
+    (model / part / "config.json").write_bytes(config)
+    weights_of(model, part).unlink()
+    with pytest.raises(cli.BadInput, match=f"{part} holds no weights"):
+        check_pipeline(model)
+
+
+@pytest.mark.parametrize("cut", [1, 100, "half", "all"])
+def test_truncated_weights_fail_the_check(model, cut):
+    path = weights_of(model, "unet")
+    data = path.read_bytes()
+    path.write_bytes(data[: {"half": len(data) // 2, "all": 0}.get(cut, len(data) - cut if cut in (1, 100) else 0)])
+    with pytest.raises(cli.CheckFailed, match=f"{path.name} is damaged"):
+        check_pipeline(model)
+    with pytest.raises(cli.CheckFailed):
+        check_safetensors(path)
+
+
+def test_weights_with_a_torn_header_fail_the_check(model):
+    path = weights_of(model, "vae")
+    data = bytearray(path.read_bytes())
+    data[8:40] = b"\0" * 32
+    path.write_bytes(data)
+    with pytest.raises(cli.CheckFailed, match="damaged"):
+        check_pipeline(model)
+
+
+def test_a_damaged_index_fails_the_check(model):
+    text = (model / "model_index.json").read_text()
+    (model / "model_index.json").write_text(text[:-20])
+    with pytest.raises(cli.CheckFailed, match=r"model_index\.json is not JSON"):
+        check_pipeline(model)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.ckpt"])
+def test_a_pickle_alone_is_bad_input(model, name):
+    weights_of(model, "text_encoder").unlink()
+    (model / "text_encoder" / name).write_bytes(b"\x80\x04.")
+    with pytest.raises(cli.BadInput, match=f"{name}, a pickle"):
+        check_pipeline(model)
+
+
+def shard(model, part="unet", count=3):
+    """Rename a part's weights as the first of `count` shards; return the paths of the others, which are missing."""
+    path = weights_of(model, part)
+    names = [f"{path.stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for name in names:
+        shutil.copy(path, path.with_name(name))
+    path.unlink()
+    index = {"weight_map": {f"weight{i}": name for i, name in enumerate(names)}}
+    path.with_name(f"{path.name}.index.json").write_text(json.dumps(index))
+    return [path.with_name(name) for name in names]
+
+
+def test_a_missing_shard_is_named(model):
+    shards = shard(model)
+    check_pipeline(model)
+    shards[1].unlink()
+    with pytest.raises(cli.BadInput, match=shards[1].name):
+        check_pipeline(model)
+
+
+@pytest.mark.xfail(strict=True, raises=json.JSONDecodeError, reason="a part's JSON is read without a guard")
+@pytest.mark.parametrize("name", ["diffusion_pytorch_model.safetensors.index.json", "config.json"])
+def test_damaged_json_of_a_part_fails_the_check(model, name):
+    shard(model)
+    path = model / "unet" / name
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(cli.CheckFailed, match=name):
+        check_pipeline(model)
+        model_resolution(model)  # what train.py asks for next
+
+
+def test_other_files_beside_do_not_matter(model):
+    (model / "README.md").write_text("x")
+    (model / "v1-4.ckpt").write_bytes(b"x")
+    (model / ".cache").mkdir()
+    check_pipeline(model)
+
+
+def test_the_size_of_a_picture_follows_from_the_configuration(tiny_model):
+    assert pixel_factor(tiny_model) == 2
+    assert model_resolution(tiny_model) == 16
+
+
+def test_a_resolution_of_whole_latent_cells_passes(tiny_model):
+    for value in (2, 16, 18, 512):
+        check_resolution(tiny_model, "--resolution", value)
+
+
+def test_another_resolution_is_bad_input_with_one_near(tiny_model, model):
+    with pytest.raises(cli.BadInput, match=r"--resolution 17 .*multiple of 2.*take 1[68]"):
+        check_resolution(tiny_model, "--resolution", 17)
+    config = json.loads((model / "vae" / "config.json").read_text())
+    config["block_out_channels"] = [8, 8, 8, 8]  # Stable Diffusion's factor
+    (model / "vae" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(cli.BadInput, match=r"--height 500 .*multiple of 8.*take (496|504)"):
+        check_resolution(model, "--height", 500)
+    with pytest.raises(cli.BadInput, match=r"--height 1 .*take 8"):
+        check_resolution(model, "--height", 1)
+    check_resolution(model, "--height", 504)
+
+
+def make_weights(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "variant"),
+    [
+        (["unet/diffusion_pytorch_model.safetensors", "vae/diffusion_pytorch_model.safetensors"], None),
+        (["unet/diffusion_pytorch_model.fp16.safetensors", "text_encoder/model.fp16.safetensors"], "fp16"),
+        (["unet/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.fp16.safetensors"], None),
+        (["unet/diffusion_pytorch_model.non_ema.safetensors"], "non_ema"),
+        (["unet/diffusion_pytorch_model-00001-of-00002.safetensors"], None),
+        ([], None),
+        pytest.param(
+            ["unet/diffusion_pytorch_model.fp16-00001-of-00002.safetensors"],
+            "fp16",
+            marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason="a variant's shards are not known"),
+        ),
+    ],
+)
+def test_the_variant_of_the_weights(tmp_path, names, variant):
+    assert weights_variant(make_weights(tmp_path, *names)) == variant
+
+
+def test_prompts_become_ids_of_the_encoders_length(tiny_model, capsys):
+    ids = tokenize(tiny_model, ["a cat", "", "a dog"])
+    assert [len(row) for row in ids] == [16, 16, 16]
+    assert all(isinstance(i, int) for row in ids for i in row)
+    assert ids[0][:2] == ids[2][:2] and ids[0][2] != ids[2][2]
+    assert len(set(ids[1])) == 2  # begin, then end and padding
+    assert capsys.readouterr().err == ""
+
+
+def test_what_of_a_long_prompt_is_cut_is_said(tiny_model, capsys):
+    """The tiny tokenizer has a token a letter: 14 of them fit between begin and end."""
+    kept, long = tokenize(tiny_model, ["abcdefghijklmn", "abcdefghijklmnxyz"])
+    assert [len(kept), len(long)] == [16, 16]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "16 tokens" in said[0] and "has 19" in said[0] and "'xyz'" in said[0]
+    assert "abcdefghijklmnxyz" in said[0]

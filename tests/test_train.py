@@ -1,0 +1,450 @@
+"""train.py run whole on a tiny model, in this process and on Ray workers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, last_json, make_photos, tree
+
+import checkpoint
+import cli
+import train
+import training
+
+
+@pytest.fixture
+def command(tiny_model, photos, class_images, tmp_path):
+    """Return a function that runs train.py here with some flags changed; it returns the JSON of the last line."""
+
+    def arguments(**flags):
+        flags = {
+            "model_dir": tiny_model,
+            "output_dir": tmp_path / "out",
+            "instance_images_dir": photos,
+            "instance_prompt": "photo of unqtkn dog",
+            "class_images_dir": class_images,
+            "class_prompt": "photo of a dog",
+            "num_workers": 0,
+            "max_train_steps": 4,
+            "log_every": 1,
+            **flags,
+        }
+        words = []
+        for name, value in flags.items():
+            if value is True:
+                words.append(f"--{name}")
+            elif value is False:
+                words.append(f"--no-{name}")
+            elif value is not None:
+                words += [f"--{name}", str(value)]
+        return words
+
+    def run(**flags):
+        train.main(train.parse_args(arguments(**flags)))
+
+    run.arguments = arguments
+    run.output_dir, run.work_dir = tmp_path / "out", tmp_path / "out.work"
+    return run
+
+
+@pytest.fixture(autouse=True)
+def no_card_images(monkeypatch):
+    """Draw one sample image in two steps: the card's own numbers would take most of the time of these tests."""
+    monkeypatch.setattr("model_card.CARD_IMAGES", 1)
+    monkeypatch.setattr("model_card.CARD_STEPS", 2)
+
+
+def weights(folder):
+    """Return {"unet.name": tensor} of the trained modules in a folder."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for part in ("unet", "text_encoder"):
+        for path in (Path(folder) / part).glob("*.safetensors"):
+            found |= {f"{part}.{name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
+def assert_equal_weights(one, other):
+    import torch
+
+    one, other = weights(one), weights(other)
+    assert one.keys() == other.keys() and one
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, f"{len(different)} of {len(one)} tensors differ, {different[0]} the first"
+
+
+def losses(work_dir):
+    return [line["loss"] for line in training.read_log(Path(work_dir) / training.LOG)]
+
+
+def checkpoints(work_dir):
+    return {step for step, _ in checkpoint.list_checkpoints(work_dir)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole run
+
+
+def test_files_pipeline_and_card(command, capsys):
+    command(checkpointing_steps=2)
+    assert last_json(capsys.readouterr().out) == {"output_dir": str(command.output_dir), "steps": 4, "trained": 4}
+    assert {path.name for path in command.output_dir.iterdir()} == {
+        *("README.md", "manifest.json", "model_index.json", "samples", "training_log.jsonl"),
+        *("scheduler", "text_encoder", "tokenizer", "unet", "vae"),
+    }
+    assert {path.name for path in command.work_dir.iterdir()} == {
+        *("checkpoint-000002", "checkpoint-000004", "latest", "log.jsonl", "posteriors", "run.json"),
+        *("tensorboard", ".lock"),
+    }
+    assert (command.work_dir / "latest").resolve().name == "checkpoint-000004"
+    card = (command.output_dir / "README.md").read_text()
+    for part in ("base_model:", "photo of unqtkn dog", "license:", "samples/0.png", "| lr | 5e-06 |"):
+        assert part in card
+    assert [line["step"] for line in training.read_log(command.output_dir / "training_log.jsonl")] == [1, 2, 3, 4]
+    assert any((command.work_dir / "tensorboard").glob("events*"))
+
+
+def test_result_and_checkpoint_load_with_diffusers(command):
+    import torch
+    from diffusers import DiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextModel
+
+    command(max_train_steps=2)
+    pipeline = DiffusionPipeline.from_pretrained(command.output_dir)
+    pipeline.set_progress_bar_config(disable=True)
+    image = pipeline("photo of unqtkn dog", num_inference_steps=2).images[0]
+    assert image.size == (16, 16)
+    latest = command.work_dir / "checkpoint-000002"
+    unet = UNet2DConditionModel.from_pretrained(latest / "unet")
+    text_encoder = CLIPTextModel.from_pretrained(latest / "text_encoder")
+    for own, published in ((unet, pipeline.unet), (text_encoder, pipeline.text_encoder)):
+        assert all(torch.equal(*pair) for pair in zip(own.parameters(), published.parameters(), strict=True))
+
+
+def test_checkpoints_kept_and_only_missing_steps_run(command, capsys):
+    command(checkpointing_steps=2, max_train_steps=6)
+    assert checkpoints(command.work_dir) == {4, 6}
+    (command.work_dir / "checkpoint-stray").mkdir()
+    (command.work_dir / "checkpoint-12-old").write_text("a stray file")
+    command(checkpointing_steps=2, max_train_steps=8)
+    assert checkpoints(command.work_dir) == {6, 8}
+    assert last_json(capsys.readouterr().out)["trained"] == 2
+    assert [line["step"] for line in training.read_log(command.work_dir / training.LOG)] == list(range(1, 9))
+
+
+def test_same_command_writes_nothing_and_imports_no_torch(command):
+    command(max_train_steps=1)
+    before = tree(command.output_dir) | tree(command.work_dir)
+    code = "import sys, train; train.main(train.parse_args(sys.argv[1:])); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.arguments(max_train_steps=1)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert last_json(done.stdout)["trained"] == 0
+    assert tree(command.output_dir) | tree(command.work_dir) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same numbers
+
+
+def test_resume_is_bit_equal_after_a_crash(command, tmp_path, monkeypatch):
+    command(output_dir=tmp_path / "whole", lr_scheduler="linear", lr_warmup_steps=2)
+    real = train.accumulate_gradients
+
+    def crash(run, step, *rest):
+        if step == 3:
+            raise RuntimeError("power cut")
+        return real(run, step, *rest)
+
+    monkeypatch.setattr(train, "accumulate_gradients", crash)
+    flags = {"checkpointing_steps": 2, "lr_scheduler": "linear", "lr_warmup_steps": 2}
+    with pytest.raises(RuntimeError):
+        command(**flags)
+    assert not command.output_dir.exists() and checkpoints(command.work_dir) == {2}
+    monkeypatch.setattr(train, "accumulate_gradients", real)
+    command(**flags)
+    assert_equal_weights(tmp_path / "whole", command.output_dir)
+    assert losses(command.work_dir) == losses(tmp_path / "whole.work")
+
+
+def test_accumulation_equals_a_larger_batch(command, tmp_path):
+    command(output_dir=tmp_path / "batch", train_batch_size=4, max_train_steps=3)
+    command(output_dir=tmp_path / "steps", train_batch_size=2, gradient_accumulation_steps=2, max_train_steps=3)
+    assert losses(tmp_path / "batch.work") == pytest.approx(losses(tmp_path / "steps.work"), abs=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_loss(command, tmp_path):
+    command(output_dir=tmp_path / "plain", max_train_steps=2)
+    command(output_dir=tmp_path / "again", max_train_steps=2, gradient_checkpointing=True)
+    assert losses(tmp_path / "plain.work") == pytest.approx(losses(tmp_path / "again.work"), abs=1e-6)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2, 3])
+@pytest.mark.parametrize("model", ["tiny_model", "tiny_v_model"])
+def test_training_step_by_hand(request, model, num_pairs):
+    """The whole step against the formulas written out, for both prediction types."""
+    import torch
+    from diffusers import DDPMScheduler
+
+    scheduler = DDPMScheduler.from_pretrained(request.getfixturevalue(model), subfolder="scheduler")
+    torch.manual_seed(num_pairs)
+    rows, shape = 2 * num_pairs, (4, 8, 8)
+    batch = {name: torch.randn(rows, *shape) for name in ("mean", "std", "noise", "posterior_noise")}
+    batch |= {"timesteps": torch.randint(0, 1000, (rows,)), "prompt": torch.zeros(rows, 24, dtype=torch.int64)}
+
+    def constant_model(noisy_latents, timesteps, prompt):
+        return 0.5 * noisy_latents
+
+    found = train.training_step(constant_model, batch, scheduler, {"scaling_factor": 0.6}, num_pairs, 0.25)
+    each = []
+    for i in range(rows):
+        latents = (batch["mean"][i] + batch["std"][i] * batch["posterior_noise"][i]) * 0.6
+        signal_rate = scheduler.alphas_cumprod[batch["timesteps"][i]]
+        root, rest = signal_rate.sqrt(), (1 - signal_rate).sqrt()
+        noisy = root * latents + rest * batch["noise"][i]
+        target = batch["noise"][i] if model == "tiny_model" else root * batch["noise"][i] - rest * latents
+        each.append(((0.5 * noisy - target) ** 2).mean().item())
+    instance, other = sum(each[:num_pairs]) / num_pairs, sum(each[num_pairs:]) / num_pairs
+    assert [part.item() for part in found] == pytest.approx([instance + 0.25 * other, instance, other], rel=1e-5)
+
+
+def test_min_snr_weighs_each_row_of_both_halves(tiny_model):
+    """Rows of timestep 0 have a large SNR and lose weight; rows of timestep 999 keep theirs (arXiv 2303.09556)."""
+    import torch
+    from diffusers import DDPMScheduler
+
+    scheduler = DDPMScheduler.from_pretrained(tiny_model, subfolder="scheduler")
+    batch = {name: torch.zeros(4, 4, 8, 8) for name in ("mean", "std", "posterior_noise")}
+    batch |= {"noise": torch.ones(4, 4, 8, 8), "timesteps": torch.tensor([0, 999, 0, 999]), "prompt": None}
+    found = train.training_step(
+        lambda *_: torch.zeros(4, 4, 8, 8), batch, scheduler, {"scaling_factor": 1.0}, 2, 1.0, 5
+    )
+    first = scheduler.alphas_cumprod[0].item()
+    half = (5 / (first / (1 - first)) + 1.0) / 2
+    assert [part.item() for part in found] == pytest.approx([2 * half, half, half], rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What learns
+
+
+def test_weights_move_at_the_usual_learning_rate(command, tiny_model):
+    command(max_train_steps=20)
+    before, after = weights(tiny_model), weights(command.output_dir)
+    moved = total = 0
+    for name, value in after.items():
+        if "token_embedding" in name or "position_embedding" in name:
+            continue  # rows of tokens that are in no prompt get no gradient
+        moved += (value != before[name]).sum().item()
+        total += value.numel()
+    assert moved / total > 0.99, f"{moved} of {total} weights moved"
+
+
+def test_frozen_text_encoder(command, tiny_model):
+    command(max_train_steps=2, train_text_encoder=False)
+    before, after = weights(tiny_model), weights(command.output_dir)
+    changed = {name.split(".")[0] for name in after if not before[name].equal(after[name])}
+    assert changed == {"unet"}
+    assert not (command.work_dir / "checkpoint-000002" / "text_encoder").exists()
+
+
+def test_frozen_text_encoder_gives_the_same_first_loss(command, tmp_path):
+    command(output_dir=tmp_path / "frozen", max_train_steps=1, train_text_encoder=False)
+    command(output_dir=tmp_path / "trained", max_train_steps=1)
+    assert losses(tmp_path / "frozen.work") == pytest.approx(losses(tmp_path / "trained.work"), abs=1e-6)
+
+
+def test_without_prior_preservation(command):
+    command(prior_loss_weight=0, class_images_dir=None, class_prompt=None, max_train_steps=2)
+    assert all(line["class_loss"] == 0 for line in training.read_log(command.work_dir / training.LOG))
+
+
+def test_learning_rate_schedule_is_logged_as_used(command):
+    command(lr_scheduler="constant_with_warmup", lr_warmup_steps=2, lr=1e-3)
+    rates = [line["lr"] for line in training.read_log(command.work_dir / training.LOG)]
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3])
+
+
+def test_half_precision_base_comes_out_float32(command, tiny_model, tmp_path):
+    import torch
+    from diffusers import DiffusionPipeline
+
+    half = DiffusionPipeline.from_pretrained(tiny_model, dtype=torch.float16)
+    half.save_pretrained(tmp_path / "half")
+    command(model_dir=tmp_path / "half", max_train_steps=1, train_text_encoder=False)
+    assert {value.dtype for value in weights(command.output_dir).values()} == {torch.float32}
+    result = DiffusionPipeline.from_pretrained(command.output_dir)
+    assert {result.unet.dtype, result.text_encoder.dtype, result.vae.dtype} == {torch.float32}
+
+
+def test_a_diverged_run_publishes_nothing(command, monkeypatch):
+    real = train.training_step
+
+    def poisoned(*arguments, **options):
+        return [part * float("nan") for part in real(*arguments, **options)]
+
+    command(max_train_steps=2, checkpointing_steps=2)
+    monkeypatch.setattr(train, "training_step", poisoned)
+    before = tree(command.output_dir)
+    with pytest.raises(cli.CheckFailed, match="diverged"):
+        command(max_train_steps=30)
+    assert tree(command.output_dir) == before
+    assert checkpoints(command.work_dir) == {2}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input: refused before a model is loaded
+
+
+@pytest.fixture
+def no_models(monkeypatch):
+    def loaded(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("utils.load_models", loaded)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"instance_prompt": "photo of a dog"}, "--instance_prompt"),
+        ({"instance_prompt": "photo of zwx dog", "unique_token": "unqtkn"}, "--instance_prompt"),
+        ({"class_prompt": "photo of unqtkn dog", "unique_token": "unqtkn"}, "--class_prompt"),
+        ({"train_batch_size": 9}, "--class_images_dir"),
+        ({"resolution": 17}, "--resolution 17"),
+        ({"model_dir": "/nowhere"}, "--model_dir"),
+        ({"instance_images_dir": "/nowhere"}, "--instance_images_dir"),
+        ({"output_dir": "/dev/null/out"}, "--output_dir"),
+    ],
+)
+def test_bad_input(command, no_models, flags, words):
+    with pytest.raises(cli.BadInput, match=words):
+        command(**flags)
+
+
+def test_bad_folders(command, no_models, tmp_path, tiny_model):
+    import shutil
+
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(cli.BadInput, match="holds no images"):
+        command(instance_images_dir=tmp_path / "empty")
+    shutil.copytree(tiny_model, tmp_path / "partial")
+    shutil.rmtree(tmp_path / "partial" / "vae")
+    with pytest.raises(cli.BadInput, match="vae"):
+        command(model_dir=tmp_path / "partial")
+    bad = make_photos(tmp_path / "bad", 2)
+    (bad / "01.png").write_bytes((bad / "01.png").read_bytes()[:200])
+    with pytest.raises(cli.BadInput, match=r"01\.png"):
+        command(instance_images_dir=bad)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("mine")
+    with pytest.raises(cli.BadInput, match="in the way"):
+        command(output_dir=tmp_path / "full")
+    assert (tmp_path / "full" / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"class_prompt": None},
+        {"lr": 0},
+        {"lr": "nan"},
+        {"lr_warmup_steps": 5},
+        {"num_workers": -1},
+        {"lr_scheduler": "x"},
+    ],
+)
+def test_usage_errors(command, flags):
+    with pytest.raises(SystemExit) as stop:
+        command(**flags)
+    assert stop.value.code == 2
+
+
+def test_other_settings_are_refused_and_overwrite_replaces(command):
+    command(max_train_steps=1)
+    with pytest.raises(cli.BadInput, match=r"lr was 5e-06, now 0\.001"):
+        command(max_train_steps=1, lr=1e-3)
+    before = weights(command.output_dir)
+    command(max_train_steps=1, lr=1e-3, overwrite=True)
+    assert any(not before[name].equal(value) for name, value in weights(command.output_dir).items())
+    assert len(losses(command.work_dir)) == 1
+
+
+def test_a_second_run_on_one_output_is_sent_away(command):
+    with checkpoint.lock(command.work_dir / ".lock"), pytest.raises(cli.TryAgain, match=str(os.getpid())):
+        command()
+
+
+def test_skip_bad_images(command, tmp_path, photos):
+    folder = make_photos(tmp_path / "some", 3)
+    (folder / "broken.jpg").write_text("no image")
+    command(instance_images_dir=folder, skip_bad_images=True, max_train_steps=1)
+    images = checkpoint.read_manifest(command.work_dir / "posteriors")["images"]
+    assert "broken.jpg" not in {Path(path).name for path, _ in images}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals and Ray
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(command, tmp_path):
+    steps = 120
+    arguments = command.arguments(max_train_steps=steps, checkpointing_steps=1000)
+    process = subprocess.Popen([sys.executable, ROOT / "train.py", *arguments], stderr=subprocess.PIPE, text=True)
+    log = command.work_dir / training.LOG
+    deadline = time.monotonic() + 120
+    while len(training.read_log(log)) < 5 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stderr
+    (saved,) = checkpoints(command.work_dir)
+    assert 5 <= saved < steps and not command.output_dir.exists()
+    command(max_train_steps=steps, checkpointing_steps=1000)
+    assert losses(command.work_dir)[:saved] and len(losses(command.work_dir)) == steps
+    command(output_dir=tmp_path / "whole", max_train_steps=steps, checkpointing_steps=1000, log_every=steps)
+    assert_equal_weights(tmp_path / "whole", command.output_dir)
+
+
+@pytest.mark.ray
+def test_one_ray_worker_equals_this_process(command, tmp_path, ray_session):
+    command(output_dir=tmp_path / "here", max_train_steps=3)
+    command(max_train_steps=3, num_workers=1)
+    assert_equal_weights(tmp_path / "here", command.output_dir)
+    assert losses(command.work_dir) == losses(tmp_path / "here.work")
+
+
+@pytest.mark.ray
+def test_two_workers_one_killed(command, tmp_path, ray_session):
+    """Two workers with half the batch each, one of them killed on the way, log the losses of one with all of it."""
+    import psutil
+
+    steps = 300
+    killed = []
+
+    def kill():
+        log = command.work_dir / training.LOG
+        while len(training.read_log(log)) < 30:
+            time.sleep(0.02)
+        for process in psutil.process_iter(["name", "cmdline"]):
+            if "RayTrainWorker" in " ".join(process.info["cmdline"] or []):
+                process.send_signal(signal.SIGKILL)
+                killed.append(process.pid)
+                return
+
+    command(output_dir=tmp_path / "one", max_train_steps=steps, train_batch_size=2)
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    command(max_train_steps=steps, num_workers=2, max_failures=1, checkpointing_steps=20)
+    assert killed
+    assert losses(command.work_dir) == pytest.approx(losses(tmp_path / "one.work"), abs=1e-5)
+    settings = json.loads((command.work_dir / training.RECORD).read_text())["settings"]
+    assert settings["pairs_per_step"] == 2

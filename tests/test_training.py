@@ -1,0 +1,73 @@
+"""The optimizer step, the log, and the checks that the training scripts share."""
+
+import pytest
+import torch
+
+import cli
+import training
+
+
+def make_optimizer(parameters, **options):
+    options = {"lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 1.0, "fp16": False, **options}
+    return training.Optimizer(parameters, device=torch.device("cpu"), schedule=("constant", 0, 10), **options)
+
+
+def test_clipping_clips_even_what_came_as_a_generator():
+    """clip_grad_norm_ on a generator that AdamW has emptied returns 0 and clips nothing."""
+    module = torch.nn.Linear(4, 3)
+    optimizer = make_optimizer(parameter for parameter in module.parameters())
+    seen = []
+    optimizer.adamw.register_step_pre_hook(
+        lambda adamw, *rest: seen.append(torch.cat([p.grad.flatten() for p in module.parameters()]).norm().item())
+    )
+    for scale in (1e4, 1.0, 1e-3):
+        (module(torch.ones(2, 4)).sum() * scale).backward()
+        true_norm = torch.cat([p.grad.flatten() for p in module.parameters()]).norm().item()
+        assert optimizer.step(0).item() == pytest.approx(true_norm, rel=1e-5)
+    assert len(seen) == 3 and max(seen) <= 1.0 + 1e-5
+    assert seen[0] == pytest.approx(1.0, rel=1e-4) and seen[2] < 0.1
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_then_ends_the_run():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer([weight])
+    for _ in range(training.MAX_BAD_STEPS):
+        weight.grad = torch.tensor([1.0, float("nan"), 1.0])
+        optimizer.step(0)
+        assert torch.equal(weight, torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer.step(0)
+    assert not torch.equal(weight, torch.ones(3)) and optimizer.bad_steps == 0
+    with pytest.raises(cli.CheckFailed, match="diverged"):
+        for _ in range(training.MAX_BAD_STEPS + 1):
+            weight.grad = torch.full((3,), float("inf"))
+            optimizer.step(0)
+
+
+def test_learning_rate_is_a_function_of_the_step():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = training.Optimizer([weight], 1.0, 0.0, 1.0, False, torch.device("cpu"), ("linear", 2, 6))
+    assert [optimizer.lr(step) for step in range(6)] == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])
+
+
+def test_log_drops_what_lies_past_the_step_it_continues_from(tmp_path):
+    log = training.StepLog(tmp_path, 0)
+    for step in (1, 2, 3):
+        log.write(step, loss=float(step), grad_norm=float("nan"))
+    log.close()
+    with (tmp_path / training.LOG).open("a") as file:
+        file.write('{"step": 4, "lo')  # cut short by a kill
+    training.StepLog(tmp_path, 2).close()
+    lines = training.read_log(tmp_path / training.LOG)
+    assert lines == [{"step": step, "loss": float(step), "grad_norm": None} for step in (1, 2)]
+
+
+def test_steps_of_epochs():
+    assert training.steps_of(4, 200, 1) == 800
+    assert training.steps_of(1, 10, 4) == 3  # the third runs into the next epoch
+
+
+def test_check_batch():
+    training.check_batch(4, 4, "--class_images_dir x")
+    with pytest.raises(cli.BadInput, match="holds 3 images, a step takes 4"):
+        training.check_batch(3, 4, "--class_images_dir x")
