@@ -94,7 +94,7 @@ def known_commit(repo, revision):
         return revision
     try:
         return (repo / "refs" / revision).read_text().strip()
-    except (OSError, ValueError):
+    except OSError:
         return None
 
 

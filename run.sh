@@ -28,12 +28,14 @@ if [[ -d $ORIG_MODEL_NAME ]]; then
     PROMPT_START=${PROMPT_START:-a 3d emoji of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-100}
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
+    GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
     LR=${LR:-1e-4}
     MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
 else
     PROMPT_START=${PROMPT_START:-photo of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-200}
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-50}
+    GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
     LR=${LR:-5e-6}
     MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
 fi
@@ -87,6 +89,7 @@ step_3() { # images of the class, drawn by the model before it learns
         --prompts "$CLASS_PROMPT" \
         --num_samples_per_prompt "$NUM_CLASS_IMAGES" \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
+        --guidance_scale "$GUIDANCE_SCALE" \
         --batch_size 10 \
         "${WORKERS[@]}"
 }
@@ -115,6 +118,7 @@ step_5() { # draw the subject
         --prompts "$INSTANCE_PROMPT on a blue background" \
         --num_samples_per_prompt 4 \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
+        --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}"
     echo "The pictures are in $IMAGES_NEW_DIR" >&2
 }

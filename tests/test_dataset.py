@@ -498,7 +498,8 @@ def test_each_class_image_comes_once_an_epoch(n, m):
 
 @pytest.mark.parametrize(("n", "m"), COUNTS)
 @pytest.mark.parametrize("max_variants", [1, 2, 16])
-def test_rows_are_in_range_and_all_are_used(n, m, max_variants):
+def test_rows_are_in_range_and_used(n, m, max_variants):
+    """A photo that an epoch shows once less than the others may leave its last variant unused."""
     pairs = Pairs(n, m, max_variants, seed=0)
     assert pairs.num_rows == n * pairs.num_variants + m
     assert 1 <= pairs.num_variants <= max_variants
@@ -508,7 +509,11 @@ def test_rows_are_in_range_and_all_are_used(n, m, max_variants):
             assert 0 <= instance < n * pairs.num_variants
             assert other is None if m == 0 else n * pairs.num_variants <= other < pairs.num_rows
             used |= {instance, other} - {None}
-    assert used == set(range(pairs.num_rows))
+    assert used >= set(range(n * pairs.num_variants, pairs.num_rows))
+    for image in range(n):
+        shown = len(range(image, pairs.pairs_per_epoch, n)) if pairs.repeats > 1 else pairs.num_variants
+        rows = set(range(image * pairs.num_variants, (image + 1) * pairs.num_variants))
+        assert len(used & rows) >= min(shown, pairs.num_variants)
 
 
 def test_the_order_is_a_function_of_seed_and_epoch():

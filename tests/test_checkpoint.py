@@ -1,0 +1,215 @@
+"""Folders that are whole or absent."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, tree
+
+import checkpoint
+import cli
+
+
+def fill(folder, text="one"):
+    (folder / "part").mkdir()
+    (folder / "part" / "file.txt").write_text(text)
+
+
+def test_published_folder_is_whole_and_damage_is_seen(tmp_path):
+    target = tmp_path / "out"
+    with checkpoint.staging(target) as folder:
+        fill(folder)
+        assert checkpoint.read_manifest(folder) is None and not target.exists()
+        checkpoint.publish(folder, target, step=3)
+    manifest = checkpoint.read_manifest(target, deep=True)
+    assert manifest["step"] == 3 and manifest["files"]["part/file.txt"]["size"] == 3
+    assert os.listdir(tmp_path) == ["out"]
+    (target / "part" / "file.txt").write_text("two")  # the same size
+    assert checkpoint.read_manifest(target) is not None and checkpoint.read_manifest(target, deep=True) is None
+    (target / "part" / "file.txt").write_text("three")
+    assert checkpoint.read_manifest(target) is None
+    (target / "part" / "file.txt").unlink()
+    assert checkpoint.read_manifest(target) is None
+
+
+def test_staging_leaves_nothing_when_it_fails(tmp_path):
+    with pytest.raises(RuntimeError), checkpoint.staging(tmp_path / "out") as folder:
+        fill(folder)
+        raise RuntimeError
+    assert os.listdir(tmp_path) == []
+
+
+def test_publish_replaces_and_recovers(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    for text in ("one", "two"):
+        with checkpoint.staging(target) as folder:
+            fill(folder, text)
+            checkpoint.publish(folder, target)
+    assert (target / "part" / "file.txt").read_text() == "two" and os.listdir(tmp_path) == ["out"]
+    rename, calls = os.rename, []
+
+    def killed_between(source, destination):
+        calls.append(source)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "rename", killed_between)
+    with pytest.raises(KeyboardInterrupt), checkpoint.staging(target) as folder:
+        fill(folder, "three")
+        checkpoint.publish(folder, target)
+    monkeypatch.undo()
+    assert not target.exists()
+    checkpoint.recover(target)
+    assert (target / "part" / "file.txt").read_text() == "two" and checkpoint.read_manifest(target, deep=True)
+
+
+def test_write_bytes_keeps_the_old_file_when_the_disk_is_full(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    checkpoint.write_bytes(path, b"old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write_bytes(path, b"new and longer")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+
+
+class Module(torch.nn.Linear):
+    """A module that saves itself as Diffusers' do."""
+
+    def save_pretrained(self, folder, safe_serialization):
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        save_file(self.state_dict(), folder / "model.safetensors")
+
+
+def trained(seed=0):
+    torch.manual_seed(seed)
+    modules = {"unet": Module(3, 2)}
+    optimizer = torch.optim.AdamW(modules["unet"].parameters(), fused=True)
+    modules["unet"](torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return modules, optimizer
+
+
+def test_checkpoints_are_kept_pruned_and_pointed_at(tmp_path):
+    modules, optimizer = trained()
+    for step in (2, 4, 6):
+        checkpoint.save_checkpoint(tmp_path, step, modules, optimizer, {"settings": {}}, keep=2)
+    (tmp_path / "checkpoint-000099").mkdir()  # no manifest: half a checkpoint
+    (tmp_path / "checkpoint-final").write_text("a stray file")
+    assert [step for step, _ in checkpoint.list_checkpoints(tmp_path)] == [4, 6]
+    assert os.readlink(tmp_path / checkpoint.LATEST) == "checkpoint-000006"
+    assert checkpoint.newest_checkpoint(tmp_path) == (6, tmp_path / "checkpoint-000006")
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
+    modules, optimizer = trained()
+    for step in (2, 4):
+        checkpoint.save_checkpoint(tmp_path, step, modules, optimizer, {}, keep=2)
+    weights = tmp_path / "checkpoint-000004" / "unet" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert checkpoint.newest_checkpoint(tmp_path)[0] == 2
+    assert "checkpoint-000004 is damaged" in capsys.readouterr().err
+
+
+def test_the_older_checkpoint_goes_only_after_the_newer_is_whole(tmp_path, monkeypatch):
+    modules, optimizer = trained()
+    checkpoint.save_checkpoint(tmp_path, 2, modules, optimizer, {}, keep=1)
+    before = tree(tmp_path)
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save_checkpoint(tmp_path, 4, modules, optimizer, {}, keep=1)
+    assert tree(tmp_path) == before
+
+
+def test_optimizer_comes_back_bit_for_bit(tmp_path):
+    modules, optimizer = trained()
+    folder = checkpoint.save_checkpoint(tmp_path, 2, modules, optimizer, {}, keep=1)
+    other_modules, other = trained(seed=1)
+    checkpoint.restore_optimizer(folder, other_modules, other)
+    for mine, its in zip(modules["unet"].parameters(), other_modules["unet"].parameters(), strict=True):
+        assert optimizer.state[mine].keys() == other.state[its].keys()
+        assert all(torch.equal(optimizer.state[mine][key], other.state[its][key]) for key in other.state[its])
+
+
+def test_optimizer_of_other_weights_is_refused(tmp_path):
+    modules, optimizer = trained()
+    folder = checkpoint.save_checkpoint(tmp_path, 2, modules, optimizer, {}, keep=1)
+    stranger = {"unet": torch.nn.Sequential(torch.nn.Linear(3, 2))}
+    with pytest.raises(cli.CheckFailed, match=r"unet\.0\.weight"):
+        checkpoint.restore_optimizer(folder, stranger, torch.optim.AdamW(stranger["unet"].parameters()))
+
+
+def test_lock_names_its_holder_and_goes_with_it(tmp_path):
+    code = "import sys, checkpoint\nwith checkpoint.lock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / ".lock")],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(cli.TryAgain, match=str(other.pid)), checkpoint.lock(tmp_path / ".lock"):
+        pass
+    other.kill()
+    other.communicate()
+    with checkpoint.lock(tmp_path / ".lock"):
+        pass
+
+
+def test_digests_know_names_and_contents_but_not_order_or_place(tmp_path):
+    paths = []
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        for name in ("b", "a"):
+            (tmp_path / folder / name).write_text(name)
+            paths.append(tmp_path / folder / name)
+    here, there = paths[:2], paths[2:]
+    digest = checkpoint.digest_files(here)
+    assert digest == checkpoint.digest_files(reversed(there))
+    there[0].write_text("c")
+    assert digest != checkpoint.digest_files(there)
+
+
+def test_a_hub_blob_is_not_read_to_know_its_digest(tmp_path):
+    name = "a" * 64
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / name).write_text("anything")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / name)
+    (tmp_path / "plain").write_text("anything")
+    assert checkpoint._sha256_known(tmp_path / "model.safetensors") == name
+    assert checkpoint._sha256_known(tmp_path / "plain") == checkpoint.sha256_file(tmp_path / "plain")
+
+
+def test_changed_settings_are_named():
+    checkpoint.check_same_settings({"lr": 1}, {"lr": 1}, "x")
+    with pytest.raises(cli.BadInput, match="lr was 1, now 2, seed was None, now 3"):
+        checkpoint.check_same_settings({"lr": 2, "seed": 3}, {"lr": 1}, "x")
+
+
+def test_check_writable(tmp_path):
+    checkpoint.check_writable(tmp_path / "a" / "b", "--output_dir")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(cli.BadInput, match="--output_dir"):
+        checkpoint.check_writable(tmp_path / "file" / "b", "--output_dir")
+
+
+def test_named_parameters_are_the_trainable_ones():
+    module = torch.nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    assert [name for name, _ in checkpoint.named_parameters({"unet": module})] == ["unet.weight"]
