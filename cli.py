@@ -296,8 +296,10 @@ def start_ray(address=None):
             here = os.path.dirname(os.path.abspath(__file__))
             options["runtime_env"] = {"working_dir": here, "excludes": [".git", ".venv", "data", "models", "tests"]}
         try:
+            on_sigterm = signal.getsignal(signal.SIGTERM)
             with _no_stderr():  # its C++ side says there that it was told to be quiet
                 ray.init(address=address, **options)
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would exit with another code
         except ConnectionError as error:
             raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
     for name in ("ray.data", "ray.train"):

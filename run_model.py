@@ -4,7 +4,7 @@ Reads a model folder (what cache_model.py printed, or train.py wrote), writes PN
 depends on the model, the prompt, the seed, its index and the sampler's settings alone. Run the command again to
 continue: only images that are missing or broken are drawn.
 
-    python run_model.py --model_dir models/emoji-64 --prompts "a 3d emoji of a dog" --output_dir data/try
+    python run_model.py --model_dir models/emoji-interim --prompts "a 3d emoji of a dog" --output_dir data/try
     python run_model.py --model_dir MODEL --prompts "photo of a dog" --num_samples_per_prompt 200 --output_dir data/reg
 """
 

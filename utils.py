@@ -5,10 +5,11 @@ torch, diffusers and Ray are imported in the functions that need them: a script'
 
 import json
 import os
+import pickle
 
 import numpy as np
 
-from cli import BadInput, CheckFailed, share_resources, start_ray
+from cli import BadInput, CheckFailed, ToolError, share_resources, start_ray
 
 # Streams of random numbers: no two uses of one (seed, step, row) share their numbers.
 INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT = range(6)
@@ -108,13 +109,14 @@ def load_models(model_dir, names, dtype, checkpoint=None):
 
 
 def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True):
-    """Return the pipeline of a model folder, weights in `dtype`; modules of `checkpoint` replace the model's."""
+    """Return the pipeline of a model folder, weights in `dtype`, checked; modules of `checkpoint` replace its own."""
     from diffusers import DiffusionPipeline
 
     from model_folder import read_index, weights_variant
 
     index = read_index(model_dir)
-    names = [name for name in index if checkpoint is not None and os.path.isdir(os.path.join(checkpoint, name))]
+    parts = {name: value for name, value in index.items() if isinstance(value, list) and value[0]}
+    names = [name for name, (library, _) in parts.items() if library in ("diffusers", "transformers")]
     replaced = load_models(model_dir, names, dtype, checkpoint)
     if not safety_checker and "safety_checker" in index:
         replaced |= {"safety_checker": None, "requires_safety_checker": False}
@@ -239,14 +241,30 @@ def map_on_actors(worker_class, options, items, num_workers, address=None, cpus_
         num_cpus=cpus / 2,  # half of what it uses: Ray Data's own tasks must find a place, or all wait for ever
         num_gpus=gpus,
     )
-    yield from results.iter_rows()
+    for row in results.iter_rows():
+        result = pickle.loads(row["result"])
+        if isinstance(result, ToolError):
+            raise result
+        yield result
 
 
 class _Actor:
-    """What a Ray Data actor holds: the worker, made once."""
+    """What a Ray Data actor holds: the worker, made once. Results and ToolErrors travel as bytes of one column.
+
+    A ToolError is a result because Ray Data passes on the text of an exception, not the exception.
+    """
 
     def __init__(self, worker_class, options):
-        self.worker = worker_class(**options)
+        self.worker = self._attempt(worker_class, **options)
 
     def __call__(self, row):
-        return self.worker(json.loads(row["item"]))
+        result = self.worker
+        if not isinstance(self.worker, ToolError):
+            result = self._attempt(self.worker, json.loads(row["item"]))
+        return {"result": pickle.dumps(result)}
+
+    def _attempt(self, function, *arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except ToolError as error:
+            return error

@@ -449,9 +449,3 @@ def test_too_large_a_pool_is_bad_input(monkeypatch):
         next(map_on_actors(Doubler, {"offset": 1}, items, num_workers=3, cpus_per_worker=1))
     with pytest.raises(cli.BadInput, match="--num_workers 1 of 1 GPUs"):
         next(map_on_actors(Doubler, {"offset": 1}, items, num_workers=(1, 1), gpus_per_worker=1))
-
-
-@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="the share of nought workers is asked for")
-def test_no_items_need_no_actors(monkeypatch):
-    monkeypatch.setattr(utils, "start_ray", lambda address: {"CPU": 2.0})
-    assert list(map_on_actors(Doubler, {"offset": 1}, [], num_workers=2)) == []

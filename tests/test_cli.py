@@ -1,0 +1,357 @@
+"""Errors and exit codes, flags and their help, progress, shares of a cluster."""
+
+import argparse
+import errno
+import importlib
+import json
+import os
+import pickle
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+import cli
+
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if "\ndef parse_args(" in path.read_text())
+
+
+@pytest.fixture(autouse=True)
+def keep_signals(monkeypatch):
+    """`run` sets a handler and a variable for the process that a script is: put both back."""
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setattr(sys, "argv", ["/somewhere/script.py"])
+    earlier = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
+
+
+def run(main, debug=False):
+    """Return the exit code of `cli.run`."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(main, SimpleNamespace(debug=debug))
+    return exit_.value.code
+
+
+def raiser(error):
+    def main(args):
+        raise error
+
+    return main
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exit codes
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's own."""
+
+
+class RayTaskErrorLike(Exception):
+    """Ray keeps what a task raised in `.cause`."""
+
+    def __init__(self, cause):
+        super().__init__("ray::task() (pid=1)\n  File ...\nlots of text")
+        self.cause = cause
+
+
+class WorkerGroupErrorLike(Exception):
+    """Ray Train keeps what the workers raised in `.worker_failures`, by rank."""
+
+    def __init__(self, *failures):
+        super().__init__("Training failed due to worker errors")
+        self.worker_failures = dict(enumerate(failures))
+
+
+class ControllerErrorLike(Exception):
+    def __init__(self, failure):
+        super().__init__("Training failed due to controller error")
+        self.controller_failure = failure
+
+
+ERRORS = [
+    (cli.ToolError("some fault"), 1, "some fault"),
+    (cli.BadInput("--flag is wrong: mend it"), 3, "--flag is wrong: mend it"),
+    (cli.OutOfResource("no room"), 4, "no room"),
+    (cli.CheckFailed("file x is damaged"), 5, "file x is damaged"),
+    (cli.TryAgain("in use"), 75, "in use"),
+    (cli.Stopped(signal.SIGTERM), 143, "SIGTERM"),
+    (cli.Stopped(signal.SIGINT), 130, "SIGINT"),
+    (KeyboardInterrupt(), 130, "SIGINT"),
+    (OSError(errno.ENOSPC, "No space left on device", "/out/x.png"), 4, "disk full while writing /out/x.png"),
+    (OSError(errno.EDQUOT, "Disk quota exceeded", "/out/y.png"), 4, "disk full while writing /out/y.png"),
+    (MemoryError(), 4, "--train_batch_size"),
+    (OutOfMemoryError("CUDA out of memory"), 4, "--batch_size"),
+    (ValueError("bad thing"), 1, "ValueError: bad thing (--debug shows where)"),
+    (OSError(errno.EACCES, "Permission denied", "/out"), 1, "--debug"),
+    (AssertionError(), 1, "AssertionError"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "text"), ERRORS, ids=[f"{type(e[0]).__name__}-{e[1]}" for e in ERRORS])
+def test_an_error_is_one_line_and_an_exit_code(capsys, error, code, text):
+    assert run(raiser(error)) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("script.py: ") and text in lines[0]
+
+
+WRAPPERS = {
+    "raised from": lambda error: chain(RuntimeError("outer"), error),
+    "a Ray task": RayTaskErrorLike,
+    "a worker group": WorkerGroupErrorLike,
+    "a controller": ControllerErrorLike,
+    "a worker group of Ray tasks": lambda error: WorkerGroupErrorLike(RayTaskErrorLike(error)),
+    "all of them": lambda error: chain(
+        ValueError("x"), WorkerGroupErrorLike(RayTaskErrorLike(chain(KeyError(), error)))
+    ),
+}
+
+
+def chain(outer, inner):
+    try:
+        raise outer from inner
+    except Exception as error:
+        return error
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize(("error", "code", "text"), ERRORS[1:5] + ERRORS[8:13])
+def test_a_workers_error_is_found_in_what_wraps_it(wrap, error, code, text):
+    found, line = cli.describe_error(wrap(error))
+    assert found == code and text in line and "\n" not in line
+
+
+def test_errors_that_cause_each_other_end():
+    first, second = RayTaskErrorLike(None), RayTaskErrorLike(None)
+    first.cause, second.cause = second, first
+    code, line = cli.describe_error(first)
+    assert code == 1 and line.startswith("RayTaskErrorLike")
+
+
+def test_a_long_error_of_many_lines_becomes_one_short_line(capsys):
+    assert run(raiser(cli.BadInput("several\n  lines\n" + "long " * 1000))) == 3
+    line = capsys.readouterr().err
+    assert line.startswith("script.py: several lines long") and line.count("\n") == 1 and len(line) < 1000
+    assert line.endswith("...\n")
+
+
+def test_an_unknown_error_shows_its_last_line(capsys):
+    assert run(raiser(RuntimeError("Traceback ...\n  File x\nthe point of it"))) == 1
+    assert "RuntimeError: the point of it (--debug shows where)" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback_and_the_same_line(capsys):
+    assert run(raiser(cli.BadInput("wrong")), debug=True) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and any("in main" in line for line in lines)
+    assert lines[-1] == "script.py: wrong"
+
+
+def test_success_is_0_and_a_usage_error_stays_2(capsys):
+    assert run(lambda args: None) == 0
+    assert run(raiser(SystemExit(2))) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_sigterm_becomes_143(capsys):
+    def main(args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal came late")
+
+    assert run(main) == 143
+    assert "SIGTERM" in capsys.readouterr().err
+
+
+def test_errors_keep_their_code_through_pickle():
+    """A worker's error comes to the driver as a pickle."""
+    for error in (cli.BadInput("x"), cli.CheckFailed("y"), cli.Stopped(signal.SIGINT)):
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error)
+        assert (copy.exit_code, str(copy)) == (error.exit_code, str(error))
+
+
+def test_a_signal_becomes_a_file_that_workers_look_for(tmp_path, capsys):
+    path = tmp_path / "stop"
+    path.touch()  # of an earlier run that was killed
+    earlier = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with cli.stop_file(path) as received:
+        assert not path.exists() and received == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert path.exists() and received == [signal.SIGTERM]
+    assert not path.exists()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == earlier
+    assert "stopping" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (cli.positive_int, {"1": 1, "20": 20}, ["0", "-1", "1.5", "x", "", "inf"]),
+        (cli.non_negative_int, {"0": 0, "7": 7}, ["-1", "0.5", "x", "nan"]),
+        (cli.non_negative_float, {"0": 0, "0.5": 0.5, "1e-6": 1e-6}, ["-0.1", "nan", "inf", "x"]),
+        (cli.positive_float, {"0.5": 0.5, "5e-6": 5e-6}, ["0", "0.0", "-1", "nan", "inf", "x"]),
+    ],
+)
+def test_numbers_of_flags(kind, good, bad):
+    assert {text: kind(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError):
+            kind(text)
+
+
+def make_example_parser():
+    parser = cli.make_parser("What it does.\n\n    python example.py --steps 2")
+    group = cli.add_shared_flags(parser)
+    group.add_argument("--steps", type=cli.positive_int, default=50, help="steps to take")
+    cli.add_compute_flags(group)
+    return parser
+
+
+def test_help_shows_the_docstring_and_the_defaults():
+    text = make_example_parser().format_help()
+    assert "What it does.\n\n    python example.py --steps 2\n" in text
+    words = " ".join(text.split())
+    assert "steps to take (default: 50)" in words
+    assert "fp32 on a CPU (default: auto)" in words
+    assert "None" not in text and "False" not in text
+
+
+def test_a_wrong_flag_ends_with_2(capsys):
+    for arguments in (["--steps", "0"], ["--step", "3"], ["--mixed_precision", "fp8"], ["--cpus_per_worker", "0"]):
+        with pytest.raises(SystemExit) as exit_:
+            make_example_parser().parse_args(arguments)
+        assert exit_.value.code == 2
+        assert arguments[0] in capsys.readouterr().err
+
+
+def test_there_are_scripts_to_test():
+    assert {"run_model", "train"} <= set(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_of_every_script(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(name).parse_args(["--help"])
+    assert exit_.value.code == 0
+    assert f"python {name}.py" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_flag_of_every_script_has_help_and_the_fields_spelling(name, monkeypatch):
+    class Caught(Exception):
+        pass
+
+    def catch(parser, *args):
+        raise Caught(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", catch)
+    with pytest.raises(Caught) as caught:
+        importlib.import_module(name).parse_args([])
+    actions = caught.value.args[0]._actions
+    assert len(actions) > 3
+    assert [action.dest for action in actions if not action.help] == []
+    flags = [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
+    assert [flag for flag in flags if "-" in flag[2:] and not flag.startswith("--no-")] == []
+    assert [action.dest for action in actions if not action.option_strings] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+def test_the_result_is_one_json_line(capsys):
+    cli.print_result(output_dir="/a b/ü", images=3)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and json.loads(out) == {"output_dir": "/a b/ü", "images": 3}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_progress_off_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr(cli, "time", clock)
+    with cli.Progress("train", 100, "steps", initial=20) as progress:
+        for _ in range(10):
+            clock.now += 3
+            progress.update(5, loss=0.25)
+        so_far = capsys.readouterr()
+        assert so_far.out == ""
+        assert so_far.err.splitlines() == [
+            "train: 40/100 steps, 1.67 steps/s, loss 0.25",
+            "train: 60/100 steps, 1.67 steps/s, loss 0.25",
+        ]
+    assert capsys.readouterr().err == "train: 70/100 steps, 1.67 steps/s, loss 0.25\n"
+
+
+def test_progress_ends_with_a_line_when_it_fails(capsys):
+    with pytest.raises(ValueError), cli.Progress("draw", 4, "images") as progress:
+        progress.update(1)
+        raise ValueError
+    assert capsys.readouterr().err.startswith("draw: 1/4 images")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shares of a cluster
+
+
+@pytest.mark.parametrize(
+    ("resources", "num_workers", "flags", "share"),
+    [
+        ({"CPU": 8.0}, 1, {}, (8, 0)),
+        ({"CPU": 8.0}, 3, {}, (2, 0)),
+        ({"CPU": 2.0}, 2, {}, (1, 0)),
+        ({"CPU": 2.0}, 3, {}, (0.66, 0)),
+        ({"CPU": 8.0, "GPU": 2.0}, 2, {}, (4, 1)),
+        ({"CPU": 8.0, "GPU": 1.0}, 2, {"gpus_per_worker": 0.5}, (4, 0.5)),
+        ({"CPU": 8.0}, 2, {"cpus_per_worker": 1.5}, (1.5, 0)),
+        ({"CPU": 8.0}, 8, {"cpus_per_worker": 1.0}, (1, 0)),
+        ({}, 1, {}, (1, 0)),
+    ],
+)
+def test_workers_share_the_cluster_evenly(resources, num_workers, flags, share):
+    assert cli.share_resources(resources, num_workers, **flags) == share
+
+
+@pytest.mark.parametrize("cpus", [1.0, 2.0, 4.0, 16.0])
+def test_an_even_share_always_fits(cpus):
+    for num_workers in range(1, 64):
+        share, _ = cli.share_resources({"CPU": cpus}, num_workers)
+        assert 0 < share * num_workers <= cpus
+        assert share >= 0.5 * cpus / num_workers
+
+
+@pytest.mark.xfail(strict=True, raises=cli.BadInput, reason="25 * 0.28 is 7.000000000000001, which is above 7")
+@pytest.mark.parametrize(("cpus", "num_workers", "flags"), [(7.0, 25, {}), (11.0, 10, {"cpus_per_worker": 1.1})])
+def test_a_share_that_fits_exactly_is_not_refused_for_rounding(cpus, num_workers, flags):
+    cli.share_resources({"CPU": cpus}, num_workers, **flags)
+
+
+@pytest.mark.parametrize(
+    ("resources", "num_workers", "flags", "said"),
+    [
+        ({"CPU": 8.0, "GPU": 1.0}, 2, {}, "2 of 1 GPUs each need 2, the cluster has 1"),
+        ({"CPU": 8.0}, 1, {"gpus_per_worker": 1.0}, "1 of 1 GPUs each need 1, the cluster has 0"),
+        ({"CPU": 4.0}, 3, {"cpus_per_worker": 2.0}, "3 of 2 CPUs each need 6, the cluster has 4"),
+        ({"CPU": 4.0, "GPU": 1.0}, 3, {"gpus_per_worker": 0.5}, "3 of 0.5 GPUs each need 1.5, the cluster has 1"),
+    ],
+)
+def test_what_the_cluster_can_never_hold_is_refused(resources, num_workers, flags, said):
+    with pytest.raises(cli.BadInput, match=f"--num_workers {said}"):
+        cli.share_resources(resources, num_workers, **flags)
