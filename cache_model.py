@@ -31,7 +31,7 @@ from cli import (
     run,
     say,
 )
-from model_folder import check_pipeline, check_safetensors, read_index
+from model_folder import check_pipeline, check_safetensors, components, read_index
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONFIGURATION = {".json", ".txt", ".model"}
@@ -58,7 +58,7 @@ def select_files(names, index, variant=None):
     names: all its files; index: its model_index.json. Raises BadInput for a component without fitting safetensors.
     """
     chosen, found = ["model_index.json"], set()
-    for part in [name for name, value in index.items() if isinstance(value, list) and len(value) == 2 and value[0]]:
+    for part in components(index):
         files = sorted(name for name in names if name.count("/") == 1 and name.startswith(f"{part}/"))
         if not files:
             raise BadInput(f"--model_name: the repository has no files of its {part}: take another model or --revision")
@@ -181,7 +181,9 @@ def plain_errors(args, endpoint):
             raise OutOfResource(f"disk full while writing {args.model_dir}: make room, then run again") from error
         if isinstance(error, OSError) and error.errno:
             raise
-        raise TryAgain(f"{model}: no network to {endpoint} ({cause}): try again later") from error
+        raise TryAgain(
+            f"{model} is not a folder here, and no network to {endpoint} ({cause}): try again later"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -185,11 +185,11 @@ def digest_files(paths, root=None):
 
 
 def digest_model(model_dir):
-    """Return one sha256 of the files of a model folder that decide what it draws."""
+    """Return one sha256 of the files of a model folder, or a checkpoint, that decide what it draws."""
     kinds = {".json", ".safetensors", ".txt", ".model"}
     folder = Path(model_dir)
     parts = [path for path in folder.glob("*/*") if path.suffix in kinds and path.parent.name[0] != "."]
-    return digest_files([folder / "model_index.json", *parts], root=folder)
+    return digest_files([*folder.glob("model_index.json"), *parts], root=folder)
 
 
 def _sha256_known(path):

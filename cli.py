@@ -39,7 +39,7 @@ class CheckFailed(ToolError):
 
 
 class TryAgain(ToolError):
-    """Another run holds the output."""
+    """Another run holds the output, or the network is away."""
 
     exit_code = 75
 
@@ -330,7 +330,7 @@ def share_resources(resources, num_workers, cpus_per_worker=None, gpus_per_worke
     gpu = gpus_per_worker if gpus_per_worker is not None else float(gpus > 0)
     cpu = cpus_per_worker if cpus_per_worker is not None else _even_share(cpus, num_workers)
     for name, each, total in (("CPUs", cpu, cpus), ("GPUs", gpu, gpus)):
-        if each * num_workers > total:
+        if each * num_workers > total + 1e-6:  # what the shares lose to rounding
             raise BadInput(
                 f"--num_workers {num_workers} of {each:g} {name} each need {each * num_workers:g}, the cluster has "
                 f"{total:g}: take fewer workers or a smaller share"

@@ -16,6 +16,16 @@ from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, map_on_a
 
 READ = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
 PHOTOS_TO_CONVERT = {".heic", ".heif", ".jxl", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"}
+ORIENTATION = 0x0112  # EXIF's tag; ImageOps.exif_transpose also rewrites the other tags, and fails on odd ones
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 ENCODE_BATCH = 4  # images that the VAE takes at a time
 SMALLEST_SIDE = 16  # pixels: a smaller picture is an icon or a mistake
 LARGEST_PICTURE = 2 * Image.MAX_IMAGE_PIXELS  # pixels: past this Pillow takes it for a decompression bomb
@@ -40,18 +50,22 @@ def read_image(path):
     if Path(path).suffix.lower() in PHOTOS_TO_CONVERT:
         raise BadImage("a format that is not read: export it as JPEG or PNG")
     try:
-        with Image.open(path) as image:
+        # Opened here, not by Pillow, which would map a TIFF and scramble it as it turns it.
+        with open(path, "rb") as file, Image.open(file) as image:
             if min(image.size) < SMALLEST_SIDE:
                 raise BadImage(f"only {image.width}x{image.height} pixels")
             if image.width * image.height > LARGEST_PICTURE:
                 raise BadImage(f"{image.width}x{image.height} pixels, a decompression bomb")
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            turn = TURNS.get(image.getexif().get(ORIENTATION))
+            return _to_rgb(image if turn is None else image.transpose(turn))
+    except (BadImage, MemoryError):
+        raise
     except Image.DecompressionBombError:
         raise BadImage("a decompression bomb: its header claims more pixels than a picture has") from None
     except Image.UnidentifiedImageError:
         raise BadImage("not an image") from None
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
+    except Exception as error:  # each of Pillow's plugins raises its own
         raise BadImage(f"damaged: {error}") from None
 
 

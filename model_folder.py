@@ -1,21 +1,37 @@
 """A Diffusers model folder as files: is it whole, which variant are its weights. No weights are loaded here."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 from cli import BadInput, CheckFailed, say
 
 
+def read_json_file(path):
+    """Return the JSON of a file of a model; raise CheckFailed where it is damaged."""
+    try:
+        return json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise CheckFailed(f"{path} is not JSON ({error}): fetch the model again") from None
+
+
 def read_index(model_dir):
     """Return a model folder's model_index.json: {"unet": ["diffusers", "UNet2DConditionModel"], ...}."""
-    return json.loads((Path(model_dir) / "model_index.json").read_text())
+    return read_json_file(Path(model_dir) / "model_index.json")
+
+
+def components(index):
+    """Return {name: (library, class)} of the components that a model_index.json names."""
+    return {
+        name: tuple(value) for name, value in index.items() if isinstance(value, list) and len(value) == 2 and value[0]
+    }
 
 
 def read_config(model_dir, component):
     """Return a component's configuration as a dict."""
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
-    return json.loads((Path(model_dir) / component / name).read_text())
+    return read_json_file(Path(model_dir) / component / name)
 
 
 def pixel_factor(model_dir):
@@ -29,11 +45,11 @@ def model_resolution(model_dir):
 
 
 def check_resolution(model_dir, flag, value):
-    """Raise BadInput unless the VAE divides `value` pixels into whole latent cells."""
-    factor = pixel_factor(model_dir)
-    if value % factor:
-        near = max(factor, round(value / factor) * factor)
-        raise BadInput(f"{flag} {value} is not a multiple of {factor}, the VAE's factor: take {near}")
+    """Raise BadInput unless the VAE divides `value` pixels into whole latent cells, and Diffusers draws it."""
+    multiple = math.lcm(pixel_factor(model_dir), 8)  # Diffusers' pipelines take multiples of 8, whatever the VAE
+    if value % multiple:
+        near = max(multiple, round(value / multiple) * multiple)
+        raise BadInput(f"{flag} {value} is not a multiple of {multiple}, as the VAE needs: take {near}")
 
 
 def check_pipeline(model_dir, flag="--model_dir"):
@@ -49,11 +65,8 @@ def check_pipeline(model_dir, flag="--model_dir"):
         index = read_index(folder)
     except FileNotFoundError:
         raise BadInput(f"{flag} {folder} has no model_index.json: give what cache_model.py printed") from None
-    except ValueError as error:
-        raise CheckFailed(f"{folder}/model_index.json is not JSON ({error}): fetch the model again") from None
-    for name, value in index.items():
-        if isinstance(value, list) and len(value) == 2 and value[0] is not None:
-            _check_component(folder, name, value[1], flag)
+    for name, (_, class_name) in components(index).items():
+        _check_component(folder, name, class_name, flag)
     return index
 
 
@@ -68,13 +81,15 @@ def _check_component(folder, name, class_name, flag):
         return
     if not (part / "config.json").is_file():
         raise BadInput(f"{part} has no config.json: fetch the model again")
+    for path in part.glob("*.json"):
+        read_json_file(path)
     weights = sorted(part.glob("*.safetensors"))
     if not weights:
         pickles = [path.name for pattern in ("*.bin", "*.ckpt", "*.pt") for path in part.glob(pattern)]
         held = f"only {pickles[0]}, a pickle, which can run code" if pickles else "no weights"
         raise BadInput(f"{part} holds {held}: take a revision with safetensors")
     for index in part.glob("*.safetensors.index*.json"):
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        shards = set(read_json_file(index)["weight_map"].values())
         missing = sorted(shards - {path.name for path in weights})
         if missing:
             raise BadInput(f"{part} lacks {missing[0]}: fetch the model again")
@@ -93,12 +108,11 @@ def check_safetensors(path):
         raise CheckFailed(f"{path} is damaged ({error}): fetch the model again") from None
 
 
-def weights_variant(model_dir):
-    """Return the variant of a model folder's weight files ("fp16" of unet/...fp16.safetensors), None for plain ones."""
-    names = [path.name.split(".") for path in Path(model_dir).glob("*/*.safetensors")]
-    variants = {parts[-2] for parts in names if len(parts) == 3 and "-of-" not in parts[-2]}
-    plain = any(len(parts) == 2 for parts in names)
-    return None if plain or not variants else sorted(variants)[0]
+def weights_variant(part):
+    """Return the variant of a component's weight files ("fp16" of unet/...fp16.safetensors), None for plain ones."""
+    words = [path.name.split(".") for path in Path(part).glob("*.safetensors")]
+    variants = {parts[-2].split("-")[0] for parts in words if len(parts) == 3}
+    return None if any(len(parts) == 2 for parts in words) or not variants else min(variants)
 
 
 def tokenize(model_dir, prompts):

@@ -30,7 +30,7 @@ from cli import (
     run,
     say,
 )
-from model_folder import check_pipeline, check_resolution
+from model_folder import check_pipeline, check_resolution, model_resolution
 from utils import image_seed, map_on_actors
 
 METADATA = "metadata.jsonl"
@@ -129,7 +129,7 @@ def read_metadata(output_dir):
     """Return {file name: record} of metadata.jsonl; lines that are not records do not count."""
     records = {}
     try:
-        lines = (Path(output_dir) / METADATA).read_text(encoding="utf-8").splitlines()
+        lines = (Path(output_dir) / METADATA).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return records
     for line in lines:
@@ -286,9 +286,11 @@ def main(args):
     """Draw what is missing of the images that the command line asks for."""
     prompts = read_prompts(args)
     index = check_pipeline(args.model_dir)
-    for flag in ("height", "width"):
-        if getattr(args, flag):
-            check_resolution(args.model_dir, f"--{flag}", getattr(args, flag))
+    if args.height or args.width:  # Diffusers would drop one that comes alone
+        args.height = args.height or model_resolution(args.model_dir)
+        args.width = args.width or model_resolution(args.model_dir)
+        check_resolution(args.model_dir, "--height", args.height)
+        check_resolution(args.model_dir, "--width", args.width)
     if args.checkpoint and not any((Path(args.checkpoint) / name).is_dir() for name in index):
         raise BadInput(f"--checkpoint {args.checkpoint} holds no module of the model: give a checkpoint-... folder")
     args.model_dir, args.output_dir = str(Path(args.model_dir).resolve()), str(Path(args.output_dir).resolve())

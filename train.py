@@ -252,11 +252,13 @@ def train_loop(config):
             facts = {"settings": config["settings"], "scaler": run.optimizer.scaler.state_dict()}
             keep = config["checkpoints_total_limit"]
             checkpoint.save_checkpoint(config["work_dir"], step, run.modules, run.optimizer.adamw, facts, keep)
+    result = {"step": step, "trained": step - run.step, "stopped": step < last}
     if log:
         log.close()
-    if log and step >= last:
-        publish_pipeline(config, step, place.device)
-    return {"step": step, "trained": step - run.step, "stopped": step < last}
+        del run  # the optimizer's memory, for the pipeline
+        if step >= last:
+            publish_pipeline(config, step, place.device)
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Place:
         """Return whether `flag` is true on any worker; all call this at the same step."""
         import torch
 
-        return self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
+        return flag if self.world_size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
 
 
 def find_place(num_workers):

@@ -97,10 +97,11 @@ def load_models(model_dir, names, dtype, checkpoint=None):
         models[name], info = component.from_pretrained(
             path,
             dtype=dtype,
-            variant=weights_variant(root),
+            variant=weights_variant(path),
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in the info, and end the run below
         )
         wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
         if wrong:
@@ -112,18 +113,17 @@ def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True):
     """Return the pipeline of a model folder, weights in `dtype`, checked; modules of `checkpoint` replace its own."""
     from diffusers import DiffusionPipeline
 
-    from model_folder import read_index, weights_variant
+    from model_folder import components, read_index, weights_variant
 
     index = read_index(model_dir)
-    parts = {name: value for name, value in index.items() if isinstance(value, list) and value[0]}
-    names = [name for name, (library, _) in parts.items() if library in ("diffusers", "transformers")]
+    names = [name for name, (library, _) in components(index).items() if library in ("diffusers", "transformers")]
     replaced = load_models(model_dir, names, dtype, checkpoint)
     if not safety_checker and "safety_checker" in index:
         replaced |= {"safety_checker": None, "requires_safety_checker": False}
     pipeline = DiffusionPipeline.from_pretrained(
         model_dir,
         dtype=dtype,
-        variant=weights_variant(model_dir),
+        variant=weights_variant(os.path.join(model_dir, "safety_checker")),  # all that is left to load
         use_safetensors=True,
         local_files_only=True,
         **replaced,
@@ -219,6 +219,8 @@ def map_on_actors(worker_class, options, items, num_workers, address=None, cpus_
     if num_workers == 0:
         worker = worker_class(**options)
         yield from map(worker, items)
+        return
+    if not items:
         return
     import ray.data
     from ray.data import ActorPoolStrategy

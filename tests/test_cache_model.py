@@ -457,7 +457,12 @@ FAULTS = {
         (UNET, "damaged", "fetch the model again"),
     ),
     "busy": (lambda hub: setattr(hub, "status", 503), (), 75, ("--model_name", "503", "has no revision main")),
-    "no network": (lambda hub: hub.stop(), (), 75, ("--model_name", "no network", "has no revision main")),
+    "no network": (
+        lambda hub: hub.stop(),
+        (),
+        75,
+        ("--model_name", "not a folder here, and no network", "has no revision main"),
+    ),
     "no network, pinned": (lambda hub: hub.stop(), ("--revision", FIRST), 75, ("--model_name", "no network", FIRST)),
 }
 
