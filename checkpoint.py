@@ -41,6 +41,9 @@ def write_bytes(path, data):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk's error names no file
+        raise
     finally:
         beside.unlink(missing_ok=True)
 

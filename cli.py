@@ -106,19 +106,27 @@ def stop_file(path):
 
 def describe_error(error):
     """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own."""
-    for cause in _causes(error):
-        if isinstance(cause, ToolError):
-            return cause.exit_code, _one_line(str(cause))
-        if isinstance(cause, KeyboardInterrupt):
-            return describe_error(Stopped(signal.SIGINT))
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return OutOfResource.exit_code, f"disk full while writing {cause.filename or ''}: make room, then run again"
-        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
-            remedy = "try a smaller --train_batch_size, --batch_size or --resolution, or --gradient_checkpointing"
-            return OutOfResource.exit_code, f"out of memory: {remedy}"
-    last = list(_causes(error))[-1]
-    lines = str(last).strip().splitlines() or [""]
-    return ToolError.exit_code, _one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows where)")
+    causes = list(_causes(error))
+    for cause in causes:
+        known = as_tool_error(cause)
+        if known:
+            return known.exit_code, _one_line(str(known))
+    lines = str(causes[-1]).strip().splitlines() or [""]
+    return ToolError.exit_code, _one_line(f"{type(causes[-1]).__name__}: {lines[-1]} (--debug shows where)")
+
+
+def as_tool_error(error):
+    """Return the ToolError that an exception amounts to, None where it is a fault of ours."""
+    if isinstance(error, ToolError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Stopped(signal.SIGINT)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutOfResource(f"disk full while writing {error.filename or 'a file'}: make room, then run again")
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        remedy = "try a smaller --train_batch_size, --batch_size or --resolution, or --gradient_checkpointing"
+        return OutOfResource(f"out of memory: {remedy}")
+    return None
 
 
 def _causes(error):
@@ -162,7 +170,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return text
 
     def _get_help_string(self, action):
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        return action.help if action.default in (None, False, "", []) else super()._get_help_string(action)
 
 
 def make_parser(doc):
@@ -203,6 +211,14 @@ def non_negative_int(text):
 def non_negative_float(text):
     """Parse a flag's value as a finite float of at least 0."""
     return _at_least(float, text, 0)
+
+
+def seed(text):
+    """Parse a flag's value as a seed, which must fit a signed 64-bit integer."""
+    value = non_negative_int(text)
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text} does not fit 63 bits")
+    return value
 
 
 def positive_float(text):
@@ -268,76 +284,3 @@ class Progress:
             self.bar.close()
         else:
             self._say()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ray
-
-
-def start_ray(address=None):
-    """Start a quiet local Ray, or join the cluster at `address` or RAY_ADDRESS; return its resources, {"CPU": 8.0}.
-
-    A cluster's workers get the scripts of this folder through `runtime_env`; local ones import them from here.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # an actor pool logs an error of no consequence each time
-    import logging
-
-    import ray
-
-    if not ray.is_initialized():
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
-        options = {"logging_level": "ERROR", "log_to_driver": False}
-        if address == "local":
-            options["include_dashboard"] = False
-        else:
-            here = os.path.dirname(os.path.abspath(__file__))
-            options["runtime_env"] = {"working_dir": here, "excludes": [".git", ".venv", "data", "models", "tests"]}
-        try:
-            on_sigterm = signal.getsignal(signal.SIGTERM)
-            with _no_stderr():  # its C++ side says there that it was told to be quiet
-                ray.init(address=address, **options)
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would exit with another code
-        except ConnectionError as error:
-            raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
-    for name in ("ray.data", "ray.train"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    return ray.cluster_resources()
-
-
-@contextlib.contextmanager
-def _no_stderr():
-    """Send file descriptor 2 to nowhere for a while; Python exceptions are not affected."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def share_resources(resources, num_workers, cpus_per_worker=None, gpus_per_worker=None):
-    """Return (CPUs, GPUs) of each of `num_workers`, from the flags or as an even share of `resources`.
-
-    Raises BadInput where the cluster can never hold that many: Ray would wait for ever.
-    """
-    cpus, gpus = resources.get("CPU", 1), resources.get("GPU", 0)
-    gpu = gpus_per_worker if gpus_per_worker is not None else float(gpus > 0)
-    cpu = cpus_per_worker if cpus_per_worker is not None else _even_share(cpus, num_workers)
-    for name, each, total in (("CPUs", cpu, cpus), ("GPUs", gpu, gpus)):
-        if each * num_workers > total + 1e-6:  # what the shares lose to rounding
-            raise BadInput(
-                f"--num_workers {num_workers} of {each:g} {name} each need {each * num_workers:g}, the cluster has "
-                f"{total:g}: take fewer workers or a smaller share"
-            )
-    return cpu, gpu
-
-
-def _even_share(cpus, num_workers):
-    share = cpus / num_workers
-    return float(int(share)) if share >= 1 else int(share * 100) / 100

@@ -12,7 +12,8 @@ from PIL import Image, ImageOps
 
 from checkpoint import publish, read_manifest, staging
 from cli import BadInput, CheckFailed, Progress, say
-from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, map_on_actors, row_rng
+from cluster import map_on_actors
+from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
 
 READ = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
 PHOTOS_TO_CONVERT = {".heic", ".heif", ".jxl", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"}
@@ -125,21 +126,24 @@ def _fault(path):
 
 
 def to_pixel_values(image, resolution, rng=None, random_crop=True, random_flip=True):
-    """Return [3, H, W] float32 in [-1, 1]: the smaller side resized to `resolution`, then cropped to a square.
+    """Return [3, H, W] float32 in [-1, 1]: a square of the smaller side, cropped and resized to `resolution`.
 
     rng: draws the place of the crop and the flip; None crops the centre and does not flip.
     """
-    scale = resolution / min(image.size)
-    size = [max(resolution, round(side * scale)) for side in image.size]
-    image = image.resize(size, Image.Resampling.LANCZOS)
-    free = [side - resolution for side in size]
-    left, top = [side // 2 for side in free]
+    side = min(image.size)
+    free = [length - side for length in image.size]
+    left, top = [length // 2 for length in free]
     if rng is not None and random_crop:
-        left, top = [int(rng.integers(side + 1)) for side in free]
-    image = image.crop((left, top, left + resolution, top + resolution))
+        left, top = [int(rng.integers(length + 1)) for length in free]
+    box = (left, top, left + side, top + side)
+    image = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
     if rng is not None and random_flip and rng.random() < 0.5:
         image = ImageOps.mirror(image)
     return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
+
+
+def _words(prompt):
+    return [word.strip(".,;:!?\"'()") for word in prompt.lower().split()]
 
 
 def check_prompts(instance_prompt, class_prompt=None, unique_token=None):
@@ -147,8 +151,8 @@ def check_prompts(instance_prompt, class_prompt=None, unique_token=None):
 
     unique_token: by default the words that the instance prompt has and the class prompt lacks.
     """
-    instance, other = instance_prompt.lower().split(), (class_prompt or "").lower().split()
-    token = (unique_token or " ".join(word for word in instance if word not in other)).lower().split()
+    instance, other, token = (_words(text or "") for text in (instance_prompt, class_prompt, unique_token))
+    token = token or [word for word in instance if word not in other]
     if not token:
         raise BadInput("--instance_prompt has no word that --class_prompt lacks: add an identifier, say unqtkn")
     for word in token:

@@ -24,14 +24,15 @@ from cli import (
     add_shared_flags,
     make_parser,
     non_negative_float,
-    non_negative_int,
     positive_int,
     print_result,
     run,
     say,
+    seed,
 )
+from cluster import map_on_actors
 from model_folder import check_pipeline, check_resolution, model_resolution
-from utils import image_seed, map_on_actors
+from utils import image_seed
 
 METADATA = "metadata.jsonl"
 MAX_REDRAWS = 10  # of an image that the safety checker flags
@@ -50,7 +51,7 @@ def parse_args(argv=None):
     group.add_argument("--prompts", action="append", default=[], help="one prompt, commas and all; may be repeated")
     group.add_argument("--prompts_file", help="text file with one prompt a line")
     group.add_argument("--num_samples_per_prompt", type=positive_int, default=4, help="images of each prompt")
-    group.add_argument("--seed", type=non_negative_int, default=0, help="seed of the images")
+    group.add_argument("--seed", type=seed, default=0, help="seed of the images")
     group.add_argument("--overwrite", action="store_true", help="redraw images of other settings")
 
     group = parser.add_argument_group("sampler")

@@ -21,6 +21,7 @@ import checkpoint
 import cli
 import training
 from cli import BadInput, say
+from cluster import start_ray
 from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
 from model_card import publish_pipeline
 from model_folder import check_pipeline, check_resolution, model_resolution, read_config, tokenize
@@ -85,7 +86,7 @@ def _add_training_flags(parser):
     group.add_argument("--adam_weight_decay", type=cli.non_negative_float, default=1e-2, help="AdamW's")
     _add_switch(group, "train_text_encoder", True, "train the text encoder too")
     group.add_argument("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
-    group.add_argument("--seed", type=cli.non_negative_int, default=0, help="seed of crops, order and noise")
+    group.add_argument("--seed", type=cli.seed, default=0, help="seed of crops, order and noise")
 
     group = parser.add_argument_group("checkpoints and logs")
     group.add_argument("--checkpointing_steps", type=cli.positive_int, default=200, help="steps between checkpoints")
@@ -286,9 +287,8 @@ def read_inputs(args):
 def plan_steps(args, settings, num_workers):
     """Add the pairs of a step to `settings`, whatever workers share them, and return the steps to train for."""
     settings["pairs_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * max(1, num_workers)
-    num_images = [
-        len(find_images(folder, "")[0]) for folder in (args.instance_images_dir, args.class_images_dir) if folder
-    ]
+    folders = [folder for folder in (args.instance_images_dir, args.class_images_dir) if folder]
+    num_images = [len(find_images(folder, "")[0]) for folder in folders]
     if args.class_images_dir:
         flag = f"--class_images_dir {args.class_images_dir}"
         training.check_batch(num_images[1], settings["pairs_per_step"], flag)
@@ -298,7 +298,7 @@ def plan_steps(args, settings, num_workers):
     return steps
 
 
-def train(args, settings, steps, num_workers, resources):
+def train(args, settings, steps, num_workers):
     """Check the images, fill the cache of latents and run the workers; return what rank 0 says."""
     images = [
         check_images(getattr(args, name), f"--{name}", args.skip_bad_images) if getattr(args, name) else []
@@ -308,9 +308,9 @@ def train(args, settings, steps, num_workers, resources):
     prompt_ids = tokenize(args.model_dir, [args.instance_prompt, args.class_prompt or ""])
     posteriors_dir = str(Path(args.work_dir) / "posteriors")
     encoder_options = {name: getattr(args, name) for name in ("model_dir", "resolution", "random_crop", "random_flip")}
-    shares = {"cpus_per_worker": args.cpus_per_worker, "gpus_per_worker": args.gpus_per_worker}
-    pool = {"num_workers": num_workers, "address": args.address, **shares}
-    cache_posteriors(posteriors_dir, pairs, *images, {**encoder_options, "seed": args.seed}, **pool)
+    place = {name: getattr(args, name) for name in ("address", "cpus_per_worker", "gpus_per_worker")}
+    encoder_options["seed"] = args.seed
+    cache_posteriors(posteriors_dir, pairs, *images, encoder_options, num_workers=num_workers, **place)
     config = {
         **vars(args),
         "settings": settings,
@@ -321,7 +321,7 @@ def train(args, settings, steps, num_workers, resources):
         "posteriors_dir": posteriors_dir,
         "pairs": asdict(pairs),
     }
-    return training.run_workers(train_loop, config, resources, max_failures=args.max_failures, **shares)
+    return training.run_workers(train_loop, config, max_failures=args.max_failures, **place)
 
 
 def main(args):
@@ -332,22 +332,17 @@ def main(args):
     for name in ("model_dir", "output_dir", "work_dir", "instance_images_dir", "class_images_dir"):
         setattr(args, name, getattr(args, name) and str(Path(getattr(args, name)).resolve()))
     settings = read_inputs(args)
-    checkpoint.recover(args.output_dir)
-    num_workers, resources = args.num_workers, None
+    num_workers = training.recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
     if num_workers is None:
-        num_workers = training.recorded_workers(args.work_dir)
-    if num_workers is None:
-        resources = cli.start_ray(args.address)
-        num_workers = int(resources.get("GPU", 0)) or 1
+        num_workers = int(start_ray(args.address).get("GPU", 0)) or 1
     steps = plan_steps(args, settings, num_workers)
     if training.is_finished(args.output_dir, settings, steps, args.overwrite):
         say(f"{args.output_dir} is trained for {steps} steps already")
         return cli.print_result(output_dir=args.output_dir, steps=steps, trained=0)
     with checkpoint.lock(Path(args.work_dir) / ".lock"):
+        checkpoint.recover(args.output_dir)
         training.open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
-        if num_workers and not resources:
-            resources = cli.start_ray(args.address)
-        result = train(args, settings, steps, num_workers, resources)
+        result = train(args, settings, steps, num_workers)
     cli.print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint
-from cli import BadInput, CheckFailed, Progress, Stopped, ToolError, share_resources, stop_file
+from cli import BadInput, CheckFailed, Progress, Stopped, as_tool_error, stop_file
+from cluster import share_resources, start_ray
 
 LOG = "log.jsonl"
 STOP = "stop"
@@ -182,7 +183,7 @@ def recorded_workers(work_dir):
     return checkpoint.read_json(Path(work_dir) / RECORD).get("num_workers")
 
 
-def run_workers(train_loop, config, resources, cpus_per_worker=None, gpus_per_worker=None, max_failures=0):
+def run_workers(train_loop, config, address=None, cpus_per_worker=None, gpus_per_worker=None, max_failures=0):
     """Run `train_loop(config)` on config["num_workers"] workers, show its log, and return what rank 0 returns.
 
     0 workers: this process, without Ray. A signal makes the workers save and stop; then Stopped is raised.
@@ -192,7 +193,7 @@ def run_workers(train_loop, config, resources, cpus_per_worker=None, gpus_per_wo
     if config["num_workers"] == 0:
         fit = train_loop
     else:
-        shares = share_resources(resources, config["num_workers"], cpus_per_worker, gpus_per_worker)
+        shares = share_resources(start_ray(address), config["num_workers"], cpus_per_worker, gpus_per_worker)
         config = {**config, "num_threads": max(1, int(shares[0]))}
         fit = _make_trainer(_guard(train_loop), work_dir / "ray", config["num_workers"], *shares, max_failures)
     with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(1) as pool:
@@ -213,8 +214,11 @@ def _guard(train_loop):
     def guarded(config):
         try:
             return train_loop(config)
-        except ToolError as error:
-            return {"error": error}
+        except Exception as error:
+            known = as_tool_error(error)
+            if known is None:
+                raise
+            return {"error": known}
 
     return guarded
 

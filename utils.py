@@ -1,15 +1,13 @@
-"""What two or more scripts share: random draws, loading models, targets and losses, work on a pool of Ray actors.
+"""What two or more scripts share: random draws, loading models, drawing, targets and losses.
 
-torch, diffusers and Ray are imported in the functions that need them: a script's checks run before anything heavy.
+torch and diffusers are imported in the functions that need them: a script's checks run before anything heavy.
 """
 
-import json
 import os
-import pickle
 
 import numpy as np
 
-from cli import BadInput, CheckFailed, ToolError, share_resources, start_ray
+from cli import BadInput, CheckFailed
 
 # Streams of random numbers: no two uses of one (seed, step, row) share their numbers.
 INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT = range(6)
@@ -203,70 +201,3 @@ def prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, r
         return instance_loss, instance_loss, instance_loss.new_zeros(())
     class_loss = rows[num_instance:].mean()
     return instance_loss + prior_loss_weight * class_loss, instance_loss, class_loss
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A pool of Ray actors
-
-
-def map_on_actors(worker_class, options, items, num_workers, address=None, cpus_per_worker=None, gpus_per_worker=None):
-    """Yield `worker_class(**options)(item)` for every item, in the order in which they are done.
-
-    items: plain JSON values; results: dicts of numbers, strings and numpy arrays.
-    num_workers: 0 for this process, without Ray; n or (min, max) actors of a Ray Data pool; None for one on each GPU,
-    or one on every four CPUs. An actor loads its model once, takes one item at a time, and is replaced when it dies.
-    """
-    if num_workers == 0:
-        worker = worker_class(**options)
-        yield from map(worker, items)
-        return
-    if not items:
-        return
-    import ray.data
-    from ray.data import ActorPoolStrategy
-
-    resources = start_ray(address)
-
-    if num_workers is None:
-        num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
-    smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
-    smallest, largest = min(smallest, len(items)), min(largest, len(items))
-    cpus, gpus = share_resources(resources, largest, cpus_per_worker, gpus_per_worker)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    rows = ray.data.from_items([{"item": json.dumps(item)} for item in items], override_num_blocks=len(items))
-    results = rows.map(
-        _Actor,
-        fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}),
-        compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
-        num_cpus=cpus / 2,  # half of what it uses: Ray Data's own tasks must find a place, or all wait for ever
-        num_gpus=gpus,
-    )
-    for row in results.iter_rows():
-        result = pickle.loads(row["result"])
-        if isinstance(result, ToolError):
-            raise result
-        yield result
-
-
-class _Actor:
-    """What a Ray Data actor holds: the worker, made once. Results and ToolErrors travel as bytes of one column.
-
-    A ToolError is a result because Ray Data passes on the text of an exception, not the exception.
-    """
-
-    def __init__(self, worker_class, options):
-        self.worker = self._attempt(worker_class, **options)
-
-    def __call__(self, row):
-        result = self.worker
-        if not isinstance(self.worker, ToolError):
-            result = self._attempt(self.worker, json.loads(row["item"]))
-        return {"result": pickle.dumps(result)}
-
-    def _attempt(self, function, *arguments, **options):
-        try:
-            return function(*arguments, **options)
-        except ToolError as error:
-            return error

@@ -133,7 +133,7 @@ def ray_session():
     """One local Ray for all tests that need it; the scripts find it running."""
     import ray
 
-    from cli import start_ray
+    from cluster import start_ray
 
     start_ray("local")
     yield

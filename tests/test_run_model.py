@@ -15,6 +15,7 @@ from conftest import ROOT, last_json, tree
 from PIL import Image
 
 import cli
+import cluster
 import run_model
 import utils
 from checkpoint import lock, sha256_file
@@ -22,6 +23,17 @@ from run_model import MAX_REDRAWS, ImageDrawer, image_name, make_items, pool_siz
 from utils import image_seed
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}-\d{5}\.png")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that wait for each other make the tiny model ten times slower on a busy machine."""
+    import torch
+
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
 
 
 @pytest.fixture
@@ -111,7 +123,7 @@ def test_names_are_plain_whatever_the_prompt():
 
 
 def test_a_name_is_a_function_of_prompt_and_index():
-    assert image_name("a cat", 3) == image_name("a cat", 3) == "a-cat-7e3af3b3-00003.png"
+    assert image_name("a cat", 3) == image_name("a cat", 3) == "a-cat-51e46741-00003.png"
 
 
 def test_prompts_that_read_alike_have_their_own_files(draw, drawn, tmp_path):
@@ -188,8 +200,9 @@ def test_no_prompt_is_a_usage_error(capsys):
 
 @pytest.mark.parametrize("flag", ["--height", "--width"])
 def test_a_size_that_the_vae_does_not_divide_is_bad_input(draw, flag):
-    with pytest.raises(cli.BadInput, match=rf"{flag} 17 .*multiple of 2"):
-        draw(flag, 17)
+    for size in (17, 20):  # Diffusers takes multiples of 8, whatever the VAE's factor
+        with pytest.raises(cli.BadInput, match=rf"{flag} {size} .*multiple of 8"):
+            draw(flag, size)
 
 
 def test_a_checkpoint_without_modules_is_bad_input(draw, tmp_path):
@@ -287,8 +300,14 @@ def test_another_seed_or_prompt_or_setting_gives_other_images(reference, tiny_mo
 
 
 def test_a_size_is_drawn_as_asked(draw, tmp_path):
-    draw("--height", 20, "--width", 32, "--num_samples_per_prompt", 1)
-    assert [pixels.shape for pixels in pixels_of(tmp_path / "out").values()] == [(20, 32, 3)]
+    draw("--height", 24, "--width", 32, "--num_samples_per_prompt", 1)
+    assert [pixels.shape for pixels in pixels_of(tmp_path / "out").values()] == [(24, 32, 3)]
+
+
+@pytest.mark.parametrize(("flag", "shape"), [("--height", (24, 16, 3)), ("--width", (16, 24, 3))])
+def test_a_height_or_width_alone_is_drawn_as_asked(draw, tmp_path, flag, shape):
+    draw(flag, 24, "--num_samples_per_prompt", 1)
+    assert [pixels.shape for pixels in pixels_of(tmp_path / "out").values()] == [shape]
 
 
 def test_redrawn_images_are_equal_to_the_byte(reference, tiny_model, tmp_path, capsys):
@@ -307,9 +326,9 @@ def test_redrawn_images_are_equal_to_the_byte(reference, tiny_model, tmp_path, c
         name: data for name, (data, _) in before.items() if name != ".lock"
     }
     assert [name for name in names if after[name] != before[name]] == [names[0], names[3], names[4]]
+    assert after["metadata.jsonl"] == before["metadata.jsonl"]
 
 
-@pytest.mark.xfail(strict=True, raises=FileNotFoundError, reason="digest_model reads model_index.json of a checkpoint")
 def test_a_checkpoints_modules_draw(reference, tiny_model, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -419,17 +438,13 @@ def test_metadata_is_rebuilt_from_the_images(draw, drawn, tmp_path, left):
     assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in names} == times
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ZeroDivisionError, reason="nothing is missing, and map_on_actors shares by nought"
-)
 def test_metadata_is_rebuilt_whatever_the_pool(draw, drawn, tmp_path, monkeypatch):
-    monkeypatch.setattr(utils, "start_ray", lambda address: {"CPU": 2.0})
+    monkeypatch.setattr(cluster, "start_ray", lambda address: {"CPU": 2.0})
     draw("--num_samples_per_prompt", 3)
     (tmp_path / "out" / "metadata.jsonl").unlink()
     assert draw("--num_samples_per_prompt", 3, "--num_workers", 2)["drawn"] == 0
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="read_metadata reads the whole file as UTF-8 or not")
 def test_metadata_that_is_no_text_is_rebuilt(draw, drawn, tmp_path):
     draw("--num_samples_per_prompt", 1)
     path = tmp_path / "out" / "metadata.jsonl"
@@ -496,6 +511,16 @@ def test_more_samples_and_prompts_keep_the_earlier(draw, drawn, tmp_path):
     drawn.clear()
     assert draw("--num_samples_per_prompt", 1)["drawn"] == 0  # fewer than are there
     assert drawn == [] and tree(tmp_path / "out") == after
+
+
+def test_metadata_lists_what_lies_in_the_folder(draw, drawn, tmp_path):
+    """What this run did not ask for stays listed; what is gone does not."""
+    draw("--num_samples_per_prompt", 4)
+    names = images_of(tmp_path / "out")
+    for name in (names[0], names[3]):
+        (tmp_path / "out" / name).unlink()
+    assert draw("--num_samples_per_prompt", 1)["drawn"] == 1
+    assert images_of(tmp_path / "out") == sorted(records_of(tmp_path / "out")) == names[:3]
 
 
 def test_what_was_drawn_before_a_fault_is_kept(draw, drawn, tmp_path):
