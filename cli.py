@@ -249,7 +249,7 @@ class Progress:
     def __init__(self, name, total, unit, initial=0):
         self.name, self.total, self.unit, self.done, self.start = name, total, unit, initial, initial
         self.began = self.said = time.monotonic()
-        self.figures = {}
+        self.figures, self.last_said = {}, None
         self.bar = None
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -267,7 +267,7 @@ class Progress:
             self._say()
 
     def _say(self):
-        self.said = time.monotonic()
+        self.said, self.last_said = time.monotonic(), self.done
         rate = (self.done - self.start) / max(self.said - self.began, 1e-9)
         extra = "".join(f", {name} {value}" for name, value in self.figures.items())
         say(f"{self.name}: {self.done}/{self.total} {self.unit}, {rate:.3g} {self.unit}/s{extra}")
@@ -282,5 +282,5 @@ class Progress:
         """Show the last state."""
         if self.bar is not None:
             self.bar.close()
-        else:
+        elif self.last_said != self.done:
             self._say()

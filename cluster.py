@@ -37,6 +37,9 @@ def start_ray(address=None):
                 ray.init(address=address, **options)
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would exit with another code
         except ConnectionError as error:
+            if "AuthenticationError" in type(error.__cause__).__name__ + str(error.__cause__):
+                remedy = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
+                raise BadInput(f"the Ray cluster at {address} asks for a token: {remedy}") from error
             raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -30,7 +30,7 @@ if [[ -d $ORIG_MODEL_NAME ]]; then
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
     LR=${LR:-1e-4}
-    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
+    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-1200}
 else
     PROMPT_START=${PROMPT_START:-photo of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-200}
@@ -123,9 +123,15 @@ step_5() { # draw the subject
     echo "The pictures are in $IMAGES_NEW_DIR" >&2
 }
 
+run_step() {
+    local names=("set-up" "the subject's photos" "the model" "class images" "fine-tuning" "images of the subject")
+    echo "== step $1: ${names[$1]}" >&2
+    "step_$1"
+}
+
 case ${1:-all} in
-    all) for step in 0 1 2 3 4 5; do "step_$step"; done ;;
-    [0-5]) "step_$1" ;;
+    all) for step in 0 1 2 3 4 5; do run_step "$step"; done ;;
+    [0-5]) run_step "$1" ;;
     test)
         step_0 requirements-test.txt
         .venv/bin/python -m pytest tests "${@:2}"
