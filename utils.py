@@ -4,6 +4,7 @@ torch and diffusers are imported in the functions that need them: a script's che
 """
 
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -114,7 +115,12 @@ def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True):
     from model_folder import components, read_index, weights_variant
 
     index = read_index(model_dir)
-    names = [name for name, (library, _) in components(index).items() if library in ("diffusers", "transformers")]
+    # What has weights and a class of the libraries' own; tokenizers and the like are left to Diffusers.
+    names = [
+        name
+        for name, (library, _) in components(index).items()
+        if library in ("diffusers", "transformers") and any(Path(model_dir, name).glob("*.safetensors"))
+    ]
     replaced = load_models(model_dir, names, dtype, checkpoint)
     if not safety_checker and "safety_checker" in index:
         replaced |= {"safety_checker": None, "requires_safety_checker": False}

@@ -628,3 +628,33 @@ def test_two_actors_draw_what_this_process_draws(ray_session, reference, tiny_mo
     assert sorted(records_of(tmp_path / "out")) == images_of(tmp_path / "out")
     ours, theirs = records_of(tmp_path / "here"), records_of(tmp_path / "out")
     assert all({**ours[name], "sha256": theirs[name]["sha256"]} == theirs[name] for name in ours)
+
+
+def make_checked_model(tiny_model, folder):
+    """Save the tiny model with Diffusers' own safety checker, of random weights and thresholds that flag any image."""
+    from diffusers import StableDiffusionPipeline
+    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
+    from transformers import CLIPConfig, CLIPImageProcessor
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    checker = StableDiffusionSafetyChecker(
+        CLIPConfig(vision_config={**sizes, "image_size": 32, "patch_size": 16}, projection_dim=8)
+    )
+    for embeds in (checker.concept_embeds, checker.special_care_embeds):
+        embeds.data.normal_()
+    checker.concept_embeds_weights.data.fill_(-5)
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    pipeline = StableDiffusionPipeline.from_pretrained(
+        tiny_model, safety_checker=checker, feature_extractor=processor, requires_safety_checker=True
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def test_a_models_own_safety_checker_is_on_until_it_is_turned_off(tiny_model, tmp_path, capsys):
+    model = make_checked_model(tiny_model, tmp_path / "checked")
+    with pytest.raises(cli.BadInput, match="--no_safety_checker"):
+        draw_tiny(model, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.png"))
+    draw_tiny(model, tmp_path / "off", "--no_safety_checker")
+    assert len(list((tmp_path / "off").glob("*.png"))) == len(records_of(tmp_path / "off")) == 5
