@@ -21,6 +21,7 @@ def publish_pipeline(config, step, device):
     pipeline = load_pipeline(config["model_dir"], torch.float32, folder)
     with checkpoint.staging(config["output_dir"]) as beside:
         pipeline.save_pretrained(beside, safe_serialization=True)
+        drop_local_paths(beside)
         seeds = [image_seed(config["seed"], index) for index in range(CARD_IMAGES)]
         sampler = {"num_inference_steps": CARD_STEPS, "height": config["resolution"], "width": config["resolution"]}
         images, flags = draw_images(pipeline.to(device), config["instance_prompt"], seeds, **sampler)
@@ -31,6 +32,14 @@ def publish_pipeline(config, step, device):
         shutil.copy(Path(config["work_dir"]) / LOG, beside / "training_log.jsonl")
         (beside / "README.md").write_text(model_card(config, step, sorted((beside / "samples").iterdir())))
         checkpoint.publish(beside, config["output_dir"], step=step, settings=config["settings"])
+
+
+def drop_local_paths(folder):
+    """Remove from the configurations of a pipeline where its parts were loaded from: folders of the one who trained."""
+    for path in [folder / "model_index.json", *folder.glob("*/config.json")]:
+        config = json.loads(path.read_text())
+        if config.pop("_name_or_path", None):
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def base_name(model_dir):

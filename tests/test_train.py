@@ -106,6 +106,8 @@ def test_files_pipeline_and_card(command, capsys):
     card = (command.output_dir / "README.md").read_text()
     for part in ("base_model:", "photo of unqtkn dog", "license:", "samples/0.png", "| lr | 5e-06 |"):
         assert part in card
+    texts = [path.read_text() for path in command.output_dir.rglob("*.json")]
+    assert len(texts) > 5 and not any(str(command.output_dir.parent) in text for text in texts)
     assert [line["step"] for line in training.read_log(command.output_dir / "training_log.jsonl")] == [1, 2, 3, 4]
     assert any((command.work_dir / "tensorboard").glob("events*"))
 
@@ -231,6 +233,35 @@ def test_min_snr_weighs_each_row_of_both_halves(tiny_model):
     assert [part.item() for part in found] == pytest.approx([2 * half, half, half], rel=1e-4)
 
 
+def test_hidden_states_are_those_that_the_pipeline_draws_with(tiny_model):
+    """Not the pooled projection, not another layer: what StableDiffusionPipeline.encode_prompt gives."""
+    import torch
+    from diffusers import StableDiffusionPipeline
+
+    from model_folder import tokenize
+
+    pipeline = StableDiffusionPipeline.from_pretrained(tiny_model)
+    seen = []
+
+    class Spy(torch.nn.Module):
+        def forward(self, noisy_latents, timesteps, hidden_states):
+            seen.append(hidden_states)
+            return pipeline.unet(noisy_latents, timesteps, hidden_states)
+
+    prompt_ids = torch.tensor(tokenize(tiny_model, ["photo of unqtkn dog"]))
+    model = train.join_modules(pipeline.text_encoder, Spy())
+    with torch.no_grad():
+        model(torch.zeros(1, 4, 8, 8), torch.tensor([5]), prompt_ids)
+        expected, _ = pipeline.encode_prompt("photo of unqtkn dog", torch.device("cpu"), 1, False)
+    assert torch.equal(seen[0], expected)
+
+
+def test_no_report_stalls_the_loop():
+    """ray.train.report holds a step until the controller, which looks every two seconds, has taken the one before."""
+    for name in ("train.py", "training.py", "checkpoint.py"):
+        assert "report(" not in (ROOT / name).read_text()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What learns
 
@@ -327,6 +358,17 @@ def no_models(monkeypatch):
 def test_bad_input(command, no_models, flags, words):
     with pytest.raises(cli.BadInput, match=words):
         command(**flags)
+
+
+def test_a_pipeline_of_another_kind_is_refused(command, no_models, tiny_model, tmp_path):
+    """SDXL has two text encoders and conditions on sizes and crops: not to be trained as if it had not."""
+    import shutil
+
+    shutil.copytree(tiny_model, tmp_path / "xl")
+    index = tmp_path / "xl" / "model_index.json"
+    index.write_text(index.read_text().replace('"StableDiffusionPipeline"', '"StableDiffusionXLPipeline"'))
+    with pytest.raises(cli.BadInput, match="StableDiffusionXLPipeline"):
+        command(model_dir=tmp_path / "xl")
 
 
 def test_bad_folders(command, no_models, tmp_path, tiny_model):
