@@ -116,7 +116,7 @@ step_5() { # draw the subject
         --prompts "$INSTANCE_PROMPT" \
         --prompts "$INSTANCE_PROMPT on a red background" \
         --prompts "$INSTANCE_PROMPT on a blue background" \
-        --num_samples_per_prompt 4 \
+        --num_samples_per_prompt 5 \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
         --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}"

@@ -67,7 +67,7 @@ def test_all_steps_twice(tmp_path, tiny_model):
     assert {path.name for path in data.iterdir()} == {
         *("images-own", "images-reg", "images-new", "model-tuned", "model-tuned.work"),
     }
-    assert len(list((data / "images-new").glob("*unqtkn-dog*.png"))) == 12
+    assert len(list((data / "images-new").glob("*unqtkn-dog*.png"))) == 15
     before = tree(data)
     again = run_sh(**variables)
     assert again.returncode == 0, again.stderr
