@@ -134,7 +134,7 @@ case ${1:-all} in
     [0-5]) run_step "$1" ;;
     test)
         step_0 requirements-test.txt
-        .venv/bin/python -m pytest tests "${@:2}"
+        .venv/bin/python -m pytest "${@:2}"
         ;;
     *)
         echo "run.sh: $1 is not a step: ./run.sh, ./run.sh 0 to 5, or ./run.sh test" >&2
