@@ -187,6 +187,11 @@ def digest_files(paths, root=None):
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def digest_values(values):
+    """Return one sha256 of plain JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def digest_model(model_dir):
     """Return one sha256 of the files of a model folder, or a checkpoint, that decide what it draws."""
     kinds = {".json", ".safetensors", ".txt", ".model"}

@@ -229,6 +229,27 @@ def positive_float(text):
     return value
 
 
+def pool_size(text):
+    """Parse N or MIN:MAX actors."""
+    try:
+        sizes = [int(part) for part in text.split(":")]
+    except ValueError:
+        sizes = []
+    if len(sizes) == 1 and sizes[0] >= 0:
+        return sizes[0]
+    if len(sizes) == 2 and 1 <= sizes[0] <= sizes[1]:
+        return tuple(sizes)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither N nor MIN:MAX")
+
+
+def fraction(text):
+    """Parse a flag's value as a number from 0 to 1."""
+    value = _at_least(float, text, 0)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1")
+    return value
+
+
 def _at_least(kind, text, minimum):
     try:
         value = kind(text)

@@ -1,7 +1,7 @@
 """Ray: start it or join it, share its resources, and map work over a pool of its actors."""
 
 import contextlib
-import json
+import itertools
 import os
 import pickle
 import signal
@@ -82,24 +82,45 @@ def _even_share(cpus, num_workers):
     return float(int(share)) if share >= 1 else int(share * 100) / 100
 
 
-def map_on_actors(worker_class, options, items, num_workers, address=None, cpus_per_worker=None, gpus_per_worker=None):
-    """Yield `worker_class(**options)(item)` for every item, in the order in which they are done.
+def map_on_actors(worker_class, options, items, num_workers, prepare=None, ordered=False, **place):
+    """Yield `worker_class(**options)(item)` for every item, in the order in which they are done, or of the items.
 
-    items: plain JSON values; results: dicts of numbers, strings and numpy arrays.
+    items: plain values; results: dicts of numbers, strings and numpy arrays.
     num_workers: 0 for this process, without Ray; n or (min, max) actors of a Ray Data pool; None for one on each GPU,
     or one on every four CPUs. An actor loads its model once, takes one item at a time, and is replaced when it dies.
+    prepare: a function that yields the workers' items for one of `items`; it runs on CPU tasks, ahead of the actors.
+    worker_class: None yields what `prepare` does. place: address, cpus_per_worker and gpus_per_worker.
     """
     if not items:
         return
+    prepare = prepare or _as_it_is
     if num_workers == 0:
-        worker = worker_class(**options)
-        yield from map(worker, items)
+        worker = worker_class(**options) if worker_class else lambda item: item
+        yield from map(worker, itertools.chain.from_iterable(map(prepare, items)))
         return
+    for row in _on_ray(worker_class, options, items, num_workers, prepare, ordered, **place).iter_rows():
+        result = pickle.loads(row["bytes"])
+        if isinstance(result, ToolError):
+            raise result
+        yield result
+
+
+def _on_ray(
+    worker_class,
+    options,
+    items,
+    num_workers,
+    prepare,
+    ordered,
+    address=None,
+    cpus_per_worker=None,
+    gpus_per_worker=None,
+):
+    """Return a Ray Data set of one column, the pickled results of `map_on_actors`."""
     import ray.data
     from ray.data import ActorPoolStrategy
 
     resources = start_ray(address)
-
     if num_workers is None:
         num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
@@ -108,41 +129,59 @@ def map_on_actors(worker_class, options, items, num_workers, address=None, cpus_
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    rows = ray.data.from_items([{"item": json.dumps(item)} for item in items], override_num_blocks=len(items))
-    results = rows.map(
+    context.execution_options.preserve_order = ordered
+    rows = ray.data.from_items([{"bytes": pickle.dumps(item)} for item in items], override_num_blocks=len(items))
+    if prepare is not _as_it_is:
+        # Several tasks for each actor, and a place for them beside the actors on the smallest machine.
+        rows = rows.flat_map(_Prepare(prepare), num_cpus=min(1.0, cpus / 4))
+    if worker_class is None:
+        return rows
+    return rows.map(
         _Actor,
         fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}),
         compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
         num_cpus=cpus / 2,  # half of what it uses: Ray Data's own tasks must find a place, or all wait for ever
         num_gpus=gpus,
     )
-    for row in results.iter_rows():
-        result = pickle.loads(row["result"])
-        if isinstance(result, ToolError):
-            raise result
-        yield result
+
+
+def _as_it_is(item):
+    yield item
+
+
+def _attempt(function, *arguments, **options):
+    """Return what a function returns, or the ToolError that it raises: Ray Data passes on the text of an exception."""
+    try:
+        return function(*arguments, **options)
+    except Exception as error:
+        known = as_tool_error(error)
+        if known is None:
+            raise
+        return known
+
+
+class _Prepare:
+    """What a Ray Data task does: one item in, some out, as bytes of one column."""
+
+    def __init__(self, prepare):
+        self.prepare = prepare
+
+    def __call__(self, row):
+        items = iter(self.prepare(pickle.loads(row["bytes"])))
+        end = object()
+        while (item := _attempt(next, items, end)) is not end:
+            yield {"bytes": pickle.dumps(item)}
+            if isinstance(item, ToolError):
+                return
 
 
 class _Actor:
-    """What a Ray Data actor holds: the worker, made once. Results and ToolErrors travel as bytes of one column.
-
-    A ToolError is a result because Ray Data passes on the text of an exception, not the exception.
-    """
+    """What a Ray Data actor holds: the worker, made once. Results and ToolErrors travel as bytes of one column."""
 
     def __init__(self, worker_class, options):
-        self.worker = self._attempt(worker_class, **options)
+        self.worker = _attempt(worker_class, **options)
 
     def __call__(self, row):
-        result = self.worker
-        if not isinstance(self.worker, ToolError):
-            result = self._attempt(self.worker, json.loads(row["item"]))
-        return {"result": pickle.dumps(result)}
-
-    def _attempt(self, function, *arguments, **options):
-        try:
-            return function(*arguments, **options)
-        except Exception as error:
-            known = as_tool_error(error)
-            if known is None:
-                raise
-            return known
+        item = pickle.loads(row["bytes"])
+        failed = next((each for each in (self.worker, item) if isinstance(each, ToolError)), None)
+        return {"bytes": pickle.dumps(failed or _attempt(self.worker, item))}

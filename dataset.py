@@ -1,5 +1,6 @@
 """Photos and rows: the only file that knows how images are decoded, cropped, paired, cached and laid out in a batch."""
 
+import io
 import math
 import os
 import warnings
@@ -41,18 +42,20 @@ class BadImage(Exception):
     """A file that cannot be used as a picture; the text is the reason."""
 
 
-def read_image(path):
+def read_image(source):
     """Return a picture as 8-bit RGB, upright: EXIF rotation applied, alpha over white, 16 bits scaled, first frame.
 
-    Raises BadImage with the reason. A decompression bomb is refused from its header.
+    source: a path, or the bytes of a file. Raises BadImage with the reason. A decompression bomb is refused from its
+    header.
     """
-    if os.path.getsize(path) == 0:
+    is_bytes = isinstance(source, bytes)
+    if (len(source) if is_bytes else os.path.getsize(source)) == 0:
         raise BadImage("empty file")
-    if Path(path).suffix.lower() in PHOTOS_TO_CONVERT:
+    if not is_bytes and Path(source).suffix.lower() in PHOTOS_TO_CONVERT:
         raise BadImage("a format that is not read: export it as JPEG or PNG")
     try:
         # Opened here, not by Pillow, which would map a TIFF and scramble it as it turns it.
-        with open(path, "rb") as file, Image.open(file) as image:
+        with io.BytesIO(source) if is_bytes else open(source, "rb") as file, Image.open(file) as image:
             if min(image.size) < SMALLEST_SIDE:
                 raise BadImage(f"only {image.width}x{image.height} pixels")
             if image.width * image.height > LARGEST_PICTURE:
@@ -125,8 +128,8 @@ def _fault(path):
     return None
 
 
-def to_pixel_values(image, resolution, rng=None, random_crop=True, random_flip=True):
-    """Return [3, H, W] float32 in [-1, 1]: a square of the smaller side, cropped and resized to `resolution`.
+def crop_square(image, resolution, rng=None, random_crop=True, random_flip=True):
+    """Return a square of the smaller side of a Pillow image, resized to `resolution` pixels.
 
     rng: draws the place of the crop and the flip; None crops the centre and does not flip.
     """
@@ -139,7 +142,17 @@ def to_pixel_values(image, resolution, rng=None, random_crop=True, random_flip=T
     image = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
     if rng is not None and random_flip and rng.random() < 0.5:
         image = ImageOps.mirror(image)
-    return np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1
+    return image
+
+
+def scale_pixels(images):
+    """Return uint8 pixels [..., H, W, 3] as [..., 3, H, W] float32 in [-1, 1]."""
+    return np.moveaxis(np.asarray(images, dtype=np.float32), -1, -3) / 127.5 - 1
+
+
+def to_pixel_values(image, resolution, rng=None, random_crop=True, random_flip=True):
+    """Return [3, H, W] float32 in [-1, 1]: what `crop_square` gives."""
+    return scale_pixels(crop_square(image, resolution, rng, random_crop, random_flip))
 
 
 def _words(prompt):

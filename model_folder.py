@@ -1,5 +1,6 @@
 """A Diffusers model folder as files: is it whole, which variant are its weights. No weights are loaded here."""
 
+import functools
 import json
 import math
 import re
@@ -115,18 +116,28 @@ def weights_variant(part):
     return None if any(len(parts) == 2 for parts in words) or not variants else min(variants)
 
 
-def tokenize(model_dir, prompts):
-    """Return each prompt's token ids, padded to the text encoder's length; say what of a long prompt is cut."""
+@functools.lru_cache(maxsize=1)
+def _load_tokenizer(model_dir):
     import transformers
 
-    tokenizer = getattr(transformers, read_index(model_dir)["tokenizer"][1]).from_pretrained(f"{model_dir}/tokenizer")
+    return getattr(transformers, read_index(model_dir)["tokenizer"][1]).from_pretrained(f"{model_dir}/tokenizer")
+
+
+def max_tokens(model_dir):
+    """Return how many tokens of a prompt a model reads: 77 for Stable Diffusion's."""
+    return _load_tokenizer(model_dir).model_max_length
+
+
+def tokenize(model_dir, prompts, warn=True):
+    """Return each prompt's token ids, padded to the text encoder's length; say what of a long prompt is cut."""
+    tokenizer = _load_tokenizer(model_dir)
     length = tokenizer.model_max_length
     all_ids = []
     for prompt in prompts:
         ids = tokenizer(prompt, padding="max_length", max_length=length, truncation=True).input_ids
-        whole = tokenizer(prompt, truncation=False, verbose=False).input_ids
+        all_ids.append(list(ids))
+        whole = tokenizer(prompt, truncation=False, verbose=False).input_ids if warn else ids
         if len(whole) > length:
             lost = tokenizer.decode(whole[length - 1 : -1])
             say(f"warning: the model reads {length} tokens, {prompt!r} has {len(whole)}: {lost!r} is not read")
-        all_ids.append(list(ids))
     return all_ids

@@ -8,7 +8,6 @@ continue: only images that are missing or broken are drawn.
     python run_model.py --model_dir MODEL --prompts "photo of a dog" --num_samples_per_prompt 200 --output_dir data/reg
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -24,6 +23,7 @@ from cli import (
     add_shared_flags,
     make_parser,
     non_negative_float,
+    pool_size,
     positive_int,
     print_result,
     run,
@@ -73,19 +73,6 @@ def parse_args(argv=None):
     if not args.prompts and not args.prompts_file:
         parser.error("give --prompts or --prompts_file")
     return args
-
-
-def pool_size(text):
-    """Parse N or MIN:MAX actors."""
-    try:
-        sizes = [int(part) for part in text.split(":")]
-    except ValueError:
-        sizes = []
-    if len(sizes) == 1 and sizes[0] >= 0:
-        return sizes[0]
-    if len(sizes) == 2 and 1 <= sizes[0] <= sizes[1]:
-        return tuple(sizes)
-    raise argparse.ArgumentTypeError(f"{text!r} is neither N nor MIN:MAX")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from cli import BadInput, CheckFailed
 
 # Streams of random numbers: no two uses of one (seed, step, row) share their numbers.
-INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT = range(6)
+INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT, SHUFFLE, ROW_NOISE, NO_CAPTION, VALIDATION = range(10)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

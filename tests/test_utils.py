@@ -470,5 +470,5 @@ class Full:
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_an_actor_that_is_out_of_a_resource_says_so(kind):
-    result = cluster._Actor(Full, {"kind": kind})({"item": "{}"})["result"]
+    result = cluster._Actor(Full, {"kind": kind})({"bytes": pickle.dumps({})})["bytes"]
     assert cli.describe_error(pickle.loads(result))[0] == cli.OutOfResource.exit_code

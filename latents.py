@@ -1,0 +1,332 @@
+"""Latents: encoded by the VAE and the text encoder, kept as Parquet, and streamed to the trainers in an order of ours.
+
+The columns, and metadata.json beside them, are known here alone. A piece is a range of the rows of one chunk: of a row
+group of latents, or of some rows of raw data that are encoded on the fly.
+"""
+
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from checkpoint import digest_files
+from cli import BadInput, CheckFailed
+from dataset import scale_pixels
+from model_folder import pixel_factor, read_config
+from storage import Folder, read_footer
+from utils import SHUFFLE, draw_noise, row_rng
+
+METADATA = "metadata.json"
+RECORD = "run.json"  # the settings of an unfinished data set
+FOOTER_THREADS = 16
+MOST_PIECES = 1000  # that Ray Data is given at a time
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoding
+
+
+class LatentEncoder:
+    """The frozen VAE and text encoder of a model: turns a loader's chunk into latents, some images at a time."""
+
+    def __init__(self, model_dir, resolutions, batch_size, mixed_precision, num_threads=None):
+        import torch
+
+        from utils import compute_dtype, load_models, set_up_torch
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        set_up_torch(self.device, num_threads)
+        dtype = compute_dtype(mixed_precision, self.device)
+        # The VAE in float32: each picture is encoded once, and some VAEs overflow in float16.
+        self.vae = load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
+        self.text_encoder = load_models(model_dir, ("text_encoder",), dtype)["text_encoder"].to(self.device)
+        self.model_dir, self.resolutions, self.batch_size = model_dir, resolutions, batch_size
+
+    def __call__(self, chunk):
+        """Return {"image_latents_256": [n, c, h, w], "..._std", "caption_latents": [n, L, D]}, float16, of a chunk."""
+        import torch
+
+        columns = {}
+        with torch.inference_mode():
+            for resolution in self.resolutions:
+                mean, std = self._encode_images(chunk[f"pixels_{resolution}"])
+                columns |= {f"image_latents_{resolution}": mean, f"image_latents_{resolution}_std": std}
+            columns["caption_latents"] = self.encode_captions(chunk["captions"])
+        for name, values in columns.items():
+            if not np.isfinite(values).all():
+                raise CheckFailed(f"{name} of {chunk['keys'][0]} and those after it are not finite: check the model")
+        return columns
+
+    def _encode_images(self, pixels):
+        import torch
+
+        from utils import encode_posterior
+
+        parts = []
+        for start in range(0, len(pixels), self.batch_size):
+            pixel_values = torch.from_numpy(scale_pixels(pixels[start : start + self.batch_size]))
+            posterior = encode_posterior(self.vae, pixel_values.to(self.device))
+            parts.append([each.half().cpu().numpy() for each in posterior])
+        return [np.concatenate(each) for each in zip(*parts, strict=True)]
+
+    def encode_captions(self, captions):
+        """Return the text encoder's last hidden states [n, L, D] float16 of captions; equal ones are encoded once."""
+        import torch
+
+        from model_folder import tokenize
+
+        unique = sorted(set(captions))
+        ids = torch.tensor(tokenize(self.model_dir, unique, warn=False))
+        parts = []
+        with torch.inference_mode():
+            for start in range(0, len(ids), self.batch_size):
+                batch = ids[start : start + self.batch_size].to(self.device)
+                parts.append(self.text_encoder(batch)[0].half().cpu().numpy())
+        place = {caption: number for number, caption in enumerate(unique)}
+        return np.concatenate(parts)[[place[caption] for caption in captions]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parquet
+
+
+def to_parquet(chunk, columns):
+    """Return the bytes of a Parquet file of one row group; the bad rows of the chunk are in its schema's metadata."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    arrays = {"key": pa.array(chunk["keys"], pa.string()), "caption": pa.array(chunk["captions"], pa.string())}
+    for name, values in columns.items():
+        arrays[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))
+    table = pa.table(arrays).replace_schema_metadata({"bad_rows": json.dumps(chunk["bad"])})
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, compression="zstd", row_group_size=max(1, len(table)))
+    return buffer.getvalue().to_pybytes()
+
+
+def from_column(column, shape, place):
+    """Return a column as float32 [n, *shape], whatever list or tensor type holds its numbers.
+
+    Raises CheckFailed where there are nulls or other numbers of values.
+    """
+    import pyarrow as pa
+
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    count, nulls = len(array), array.null_count
+    while not pa.types.is_floating(array.type):
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+        elif pa.types.is_struct(array.type):  # a tensor of Ray Data whose rows may differ in shape
+            array = array.field("data")
+        elif hasattr(array, "flatten") and array.type.num_fields:
+            array = array.flatten()
+        else:
+            raise CheckFailed(f"{place} holds {array.type}, not numbers: give another column")
+        nulls += array.null_count
+    if nulls:
+        raise CheckFailed(f"{place} is null in {nulls} places: leave those rows out")
+    values = array.to_numpy(zero_copy_only=False).astype(np.float32)
+    if values.size != count * int(np.prod(shape)):
+        raise CheckFailed(f"{place} holds {values.size // max(count, 1)} values a row, the model takes {shape}")
+    if not np.isfinite(values).all():
+        raise CheckFailed(f"{place} holds values that are not finite: make the data set again")
+    return values.reshape(count, *shape)
+
+
+def digest_encoders(model_dir):
+    """Return a sha256 of what decides a model's latents: its VAE, text encoder and tokenizer, whatever its UNet."""
+    parts = ("vae", "text_encoder", "tokenizer")
+    kinds = {".json", ".safetensors", ".txt", ".model"}
+    files = [path for part in parts for path in Path(model_dir, part).glob("*") if path.suffix in kinds]
+    return digest_files(files, root=model_dir)
+
+
+def latent_shapes(model_dir, resolution):
+    """Return the shapes of a row: ((c, h, w) of an image's latents, (L, D) of a caption's)."""
+    from model_folder import max_tokens
+
+    side = resolution // pixel_factor(model_dir)
+    unet = read_config(model_dir, "unet")
+    return (unet["in_channels"], side, side), (max_tokens(model_dir), unet["cross_attention_dim"])
+
+
+@dataclass(frozen=True)
+class LatentFiles:
+    """A data set of latents, as plain values: read on the workers, chunk by chunk.
+
+    chunks: [[file, row group, rows]]; the latents are a posterior's mean and std, or (prescaled) one scaled sample.
+    """
+
+    location: str
+    chunks: tuple
+    image_column: str
+    caption_column: str
+    image_shape: tuple
+    caption_shape: tuple
+    prescaled: bool
+
+    @property
+    def chunk_rows(self):
+        return [rows for _, _, rows in self.chunks]
+
+    def __call__(self, item):
+        """Return {"mean", "std", "prompt"} of a piece {"chunk", "first", "last"}; std is absent where prescaled."""
+        import pyarrow.parquet as pq
+
+        name, group, _ = self.chunks[item["chunk"]]
+        columns = {"mean": self.image_column, "std": f"{self.image_column}_std", "prompt": self.caption_column}
+        if self.prescaled:
+            del columns["std"]
+        with Folder(self.location).open(name) as file, pq.ParquetFile(file) as parquet:
+            table = parquet.read_row_group(group, columns=list(columns.values()))
+        table = table.slice(item["first"], item["last"] - item["first"])
+        shapes = {"prompt": self.caption_shape}
+        return {
+            key: from_column(table[column], shapes.get(key, self.image_shape), f"{name}: column {column}")
+            for key, column in columns.items()
+        }
+
+
+def open_latents(location, model_dir, resolution, image_column=None, caption_column=None, prescaled=False):
+    """Return the LatentFiles at `location`, checked against the model: metadata.json, columns and rows.
+
+    Raises BadInput where they do not fit. Without metadata.json only data that is said to be prescaled is taken.
+    """
+    folder = Folder(location)
+    if folder.kind() != "folder":
+        raise BadInput(f"--data {location} is not a folder: give what preprocess.py wrote")
+    metadata = json.loads(folder.read(METADATA) or "{}")
+    if metadata:
+        _check_metadata(location, metadata, model_dir, resolution)
+    elif folder.read(RECORD):
+        raise BadInput(f"--data {location} is not finished: run preprocess.py again")
+    elif not prescaled:
+        raise BadInput(f"--data {location} has no {METADATA}: --prescaled_latents says that it holds scaled samples")
+    names = list(folder.names(".parquet"))
+    image_column = image_column or f"image_latents_{resolution}"
+    wanted = [image_column] if prescaled else [image_column, f"{image_column}_std"]
+
+    def list_chunks(name):
+        columns, groups, _ = read_footer(folder, name)
+        caption = caption_column or next((c for c in ("caption_latents", "caption_embeddings") if c in columns), None)
+        missing = [column for column in (*wanted, caption or "caption_latents") if column not in columns]
+        if missing:
+            raise BadInput(f"{location}/{name} has no column {missing[0]}; it has {', '.join(columns)}")
+        return caption, [(name, group, rows) for group, rows in groups if rows]
+
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        footers = list(pool.map(list_chunks, names))
+    chunks = [chunk for _, chunks in footers for chunk in chunks]
+    if not chunks:
+        raise BadInput(f"--data {location} holds no rows")
+    shapes = latent_shapes(model_dir, resolution)
+    return LatentFiles(location, tuple(chunks), image_column, footers[0][0], *shapes, prescaled)
+
+
+def _check_metadata(location, metadata, model_dir, resolution):
+    if resolution not in metadata["resolutions"]:
+        there = ", ".join(map(str, metadata["resolutions"]))
+        raise BadInput(f"--data {location} holds latents of {there} pixels, not of --resolution {resolution}")
+    if metadata["encoders"] != digest_encoders(model_dir):
+        raise BadInput(
+            f"--data {location} was encoded by the VAE or text encoder of another model ({metadata['model']}) than "
+            f"--model_dir {model_dir}: run preprocess.py with this one"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Order
+
+
+@dataclass(frozen=True)
+class Order:
+    """The endless sequence of rows that one of `world_size` workers trains on, a function of the seed alone.
+
+    Chunks are permuted each epoch, and the epoch's rows dealt out in stretches of equal length, so that every worker
+    takes as many steps and reads few chunks; `window` chunks at a time are mixed.
+    """
+
+    chunk_rows: tuple
+    rank: int
+    world_size: int
+    window: int
+    seed: int
+
+    @property
+    def rows_per_epoch(self):
+        """Rows that each worker takes in an epoch."""
+        return sum(self.chunk_rows) // self.world_size
+
+    def windows(self, position):
+        """Yield (pieces, permutation of their rows, rows to skip) from row `position` of this worker's sequence on."""
+        for epoch in itertools.count(position // self.rows_per_epoch):
+            start = epoch * self.rows_per_epoch
+            for number, pieces in enumerate(self._epoch(epoch)):
+                length = sum(piece["last"] - piece["first"] for piece in pieces)
+                if start + length > position:
+                    rng = row_rng(self.seed, SHUFFLE, epoch, (self.rank << 32) + number + 1)
+                    yield pieces, rng.permutation(length), max(0, position - start)
+                start += length
+
+    def _epoch(self, epoch):
+        """Yield the windows of this worker's stretch of an epoch: lists of pieces."""
+        order = row_rng(self.seed, SHUFFLE, epoch, 0).permutation(len(self.chunk_rows))
+        first, last = (rank * self.rows_per_epoch for rank in (self.rank, self.rank + 1))
+        pieces, start = [], 0
+        for chunk in order.tolist():
+            rows = self.chunk_rows[chunk]
+            low, high = max(first - start, 0), min(last - start, rows)
+            if low < high:
+                pieces.append({"chunk": chunk, "first": low, "last": high, "epoch": epoch})
+            start += rows
+        for i in range(0, len(pieces), self.window):
+            yield pieces[i : i + self.window]
+
+
+def stream_rows(order, load, position, num_rows):
+    """Yield [{"mean", "std", "prompt"}] of rows `position` to `position + num_rows` of an order, a window at a time.
+
+    load: yields the arrays of a list of pieces, in its order.
+    """
+    windows, left = [], num_rows
+    for window in order.windows(position):
+        windows.append(window)
+        left -= len(window[1]) - window[2]
+        if left <= 0 or sum(len(pieces) for pieces, _, _ in windows) >= MOST_PIECES:
+            arrays = load([piece for pieces, _, _ in windows for piece in pieces])
+            for pieces, permutation, skip in windows:
+                parts = list(itertools.islice(arrays, len(pieces)))
+                whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+                yield {key: values[permutation[skip:]] for key, values in whole.items()}
+            windows = []
+        if left <= 0:
+            return
+
+
+def rebatch(windows, batch_size):
+    """Yield the rows of some windows, in their order, as dicts of arrays [batch_size, ...]."""
+    held = {}
+    for window in windows:
+        held = {key: np.concatenate([held[key], values]) if held else values for key, values in window.items()}
+        count = len(held["mean"]) // batch_size * batch_size
+        for start in range(0, count, batch_size):
+            yield {key: values[start : start + batch_size] for key, values in held.items()}
+        held = {key: values[count:] for key, values in held.items()}
+
+
+def add_noise_fields(batch, seed, stream, step, first_row, num_train_timesteps):
+    """Return a batch as tensors, with its noise and timesteps: those of rows first_row ... of the global batch.
+
+    mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; prompt: [B, L, D] float32.
+    """
+    import torch
+
+    shape = batch["mean"].shape[1:]
+    rows = range(first_row, first_row + len(batch["mean"]))
+    drawn = [draw_noise(seed, stream, step, row, shape, num_train_timesteps) for row in rows]
+    noise, posterior_noise, timesteps = (np.stack(each) for each in zip(*drawn, strict=True))
+    fields = {**batch, "noise": noise, "posterior_noise": posterior_noise, "timesteps": timesteps}
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}

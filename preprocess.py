@@ -1,0 +1,214 @@
+"""Turn images and captions into Parquet latents that pretrain.py trains on: decode on CPUs, encode on accelerators.
+
+Reads Parquet (bytes, paths or URLs), a folder with metadata.jsonl, or WebDataset tars, on disks and in object stores;
+writes float16 latents (mean and std), caption embeddings and captions. Run the command again to continue.
+
+    python preprocess.py --input data/emoji/dataset --model_dir models/emoji-interim --output_dir data/latents
+    python preprocess.py --input s3://bucket/laion --model_dir MODEL --output_dir s3://bucket/latents \\
+        --resolutions 256 512
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import checkpoint
+import cli
+from cli import BadInput, Progress, say
+from cluster import map_on_actors
+from latents import FOOTER_THREADS, METADATA, RECORD, LatentEncoder, digest_encoders, to_parquet
+from model_card import base_name
+from model_folder import check_pipeline, check_resolution, model_resolution
+from raw_data import Loader, Source, list_sources
+from storage import Folder, absolute, is_remote, read_footer
+
+BAD_ROWS = "bad_rows.jsonl"
+EARLY = 1000  # rows after which a run with too many bad ones does not wait for the end
+
+
+def parse_args(argv=None):
+    """Parse the command line."""
+    parser = cli.make_parser(__doc__)
+    group = parser.add_argument_group("data")
+    group.add_argument("--input", required=True, help="folder, file or URI of the images and captions")
+    group.add_argument("--image_column", help="column of bytes, paths or URLs; default: the first of the usual names")
+    group.add_argument("--caption_column", help="column of captions; default: the first of the usual names")
+    group.add_argument("--output_dir", required=True, help="folder or URI for the latents")
+    group.add_argument("--overwrite", action="store_true", help="drop an earlier data set of other settings")
+    group.add_argument("--rows_per_file", type=cli.positive_int, default=256, help="rows that are read, kept and lost "
+                       "at a time; 512-pixel images take 1 MB a row in memory")  # fmt: skip
+    group.add_argument("--max_bad_fraction", type=cli.fraction, default=0.05, help="share of bad rows to put up with")
+    group.add_argument("--timeout", type=cli.positive_float, default=10, help="seconds for one URL")
+    group.add_argument("--retries", type=cli.non_negative_int, default=2, help="further tries of a URL")
+
+    group = parser.add_argument_group("encoding")
+    group.add_argument("--model_dir", required=True, help="folder of the model whose VAE and text encoder are used")
+    group.add_argument("--resolutions", type=cli.positive_int, nargs="+", help="pixels a side; default: the model's")
+    group.add_argument("--crop", choices=("center", "random"), default="center", help="which square of an image")
+    group.add_argument("--random_flip", action="store_true", help="mirror half of the images")
+    group.add_argument("--batch_size", type=cli.positive_int, default=16, help="images the VAE takes at a time")
+    group.add_argument("--seed", type=cli.seed, default=0, help="seed of random crops and flips")
+
+    group = cli.add_shared_flags(parser)
+    group.add_argument("--num_workers", type=cli.pool_size, help="0: this process; actors: 4, or 1:8; default: one a "
+                       "GPU, or one on four CPUs")  # fmt: skip
+    cli.add_compute_flags(group)
+    return parser.parse_args(argv)
+
+
+class PartWriter:
+    """Encodes a loader's chunk and writes it as one Parquet file: the work of one actor."""
+
+    def __init__(self, output_dir, **encoder_options):
+        self.encoder, self.folder = LatentEncoder(**encoder_options), Folder(output_dir)
+
+    def __call__(self, chunk):
+        """Return {"rows", "bad"} of a chunk, written under its name, whole or not at all."""
+        columns = self.encoder(chunk)
+        self.folder.write(chunk["name"], to_parquet(chunk, columns))
+        return {"rows": len(chunk["keys"]), "bad": chunk["bad"]}
+
+
+def load_chunks(item, loader, rows_per_file):
+    """Yield the chunks of one source that are not written yet: {"source", "number", "done": names of what is}."""
+    source = Source(**item["source"])
+    for first in range(0, source.num_rows, rows_per_file):
+        name = part_name(item["number"], first // rows_per_file)
+        if name not in item["done"]:
+            yield {"name": name, **loader(source, first, rows_per_file)}
+
+
+def part_name(source_number, chunk_number):
+    """Return the file that holds a chunk of a source: in the order of the rows, whoever writes it."""
+    return f"part-{source_number:06d}-{chunk_number:04d}.parquet"
+
+
+def written_parts(folder):
+    """Return {name: (rows, bad rows)} of the parts that are there."""
+    names = [name for name in folder.names(".parquet") if re.fullmatch(r"part-\d{6}-\d{4}\.parquet", name)]
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        footers = pool.map(partial(read_footer, folder), names)
+    return {name: (sum(rows for _, rows in groups), bad) for name, (_, groups, bad) in zip(names, footers, strict=True)}
+
+
+def check_bad_rows(good, bad, max_bad_fraction):
+    """Raise BadInput where the share of bad rows, [[key, reason]], is more than one puts up with."""
+    if len(bad) > max_bad_fraction * (good + len(bad)):
+        key, reason = bad[0]
+        raise BadInput(
+            f"{len(bad)} of {good + len(bad)} rows are bad, more than --max_bad_fraction {max_bad_fraction:g}; "
+            f"the first is {key}: {reason}"
+        )
+
+
+def encode_all(args, folder, sources):
+    """Write the parts that are missing; return the rows and bad rows of all, in the order of the parts."""
+    parts = written_parts(folder)
+    total = sum(source.num_rows for source in sources)
+    good, bad = sum(rows for rows, _ in parts.values()), [row for _, rows in parts.values() for row in rows]
+    counts = [-(-source.num_rows // args.rows_per_file) for source in sources]
+    items = []
+    for number, (source, count) in enumerate(zip(sources, counts, strict=True)):
+        done = [name for name in (part_name(number, chunk) for chunk in range(count)) if name in parts]
+        if len(done) < count:
+            items.append({"source": vars(source), "number": number, "done": done})
+    loader = Loader(args.resolutions, args.crop == "random", args.random_flip, args.seed, args.timeout, args.retries)
+    options = {
+        "output_dir": folder.location,
+        "model_dir": args.model_dir,
+        "resolutions": args.resolutions,
+        "batch_size": args.batch_size,
+        "mixed_precision": args.mixed_precision,
+    }
+    place = {name: getattr(args, name) for name in ("num_workers", "address", "cpus_per_worker", "gpus_per_worker")}
+    prepare = partial(load_chunks, loader=loader, rows_per_file=args.rows_per_file)
+    with Progress("preprocess", total, "rows", initial=good + len(bad)) as progress:
+        for result in map_on_actors(PartWriter, options, items, prepare=prepare, **place):
+            good, bad = good + result["rows"], bad + result["bad"]
+            progress.update(result["rows"] + len(result["bad"]), bad=len(bad))
+            if good + len(bad) >= EARLY:
+                check_bad_rows(good, bad, args.max_bad_fraction)
+    return written_parts(folder)
+
+
+def finish(args, folder, settings, parts):
+    """Check the share of bad rows, then write what a reader needs; on a local disk the folder appears now."""
+    good, bad = sum(rows for rows, _ in parts.values()), [row for _, rows in parts.values() for row in rows]
+    check_bad_rows(good, bad, args.max_bad_fraction)
+    folder.write(BAD_ROWS, "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad).encode())
+    metadata = {
+        "model": base_name(args.model_dir),
+        "encoders": settings["encoders"],
+        "resolutions": args.resolutions,
+        "scaled": False,
+        "rows": good,
+        "bad_rows": len(bad),
+        "settings": settings,
+    }
+    folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
+    folder.delete(RECORD)
+    if not is_remote(args.output_dir):
+        checkpoint.publish(Path(folder.location), args.output_dir, settings=settings)
+    for row in bad[:10]:
+        say(f"left out {row[0]}: {row[1]}")
+    if bad:
+        say(f"left out {len(bad)} bad rows of {good + len(bad)}: {args.output_dir}/{BAD_ROWS} has them all")
+    cli.print_result(output_dir=args.output_dir, rows=good, bad_rows=len(bad))
+
+
+def read_settings(args):
+    """Check the flags against the model and the data; return (what decides the data set, its sources)."""
+    check_pipeline(args.model_dir)
+    args.resolutions = args.resolutions or [model_resolution(args.model_dir)]
+    for resolution in args.resolutions:
+        check_resolution(args.model_dir, "--resolutions", resolution)
+    sources = list_sources(args.input, args.image_column, args.caption_column)
+    names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file")
+    settings = {name: getattr(args, name) for name in names}
+    settings["encoders"] = digest_encoders(args.model_dir)
+    settings["input"] = checkpoint.digest_values([vars(source) for source in sources])
+    return settings, sources
+
+
+def main(args):
+    """Check everything, encode what is missing, and publish."""
+    for name in ("input", "model_dir", "output_dir"):
+        setattr(args, name, absolute(getattr(args, name)))
+    remote = is_remote(args.output_dir)
+    if not remote:
+        checkpoint.check_writable(args.output_dir, "--output_dir")
+    settings, sources = read_settings(args)
+    output = Folder(args.output_dir)
+    metadata = json.loads(output.read(METADATA) or "{}")
+    if metadata and metadata["settings"] == settings:
+        say(f"{args.output_dir}: all {metadata['rows']} rows are there")
+        return cli.print_result(output_dir=args.output_dir, rows=metadata["rows"], bad_rows=metadata["bad_rows"])
+    if metadata and not args.overwrite:
+        checkpoint.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
+    work_dir = f"{args.output_dir}.work"
+    with contextlib.nullcontext() if remote else checkpoint.lock(Path(work_dir) / ".lock"):
+        folder = output if remote else Folder(f"{work_dir}/parts")
+        begin(folder, settings, args.overwrite)
+        finish(args, folder, settings, encode_all(args, folder, sources))
+    if not remote:
+        shutil.rmtree(work_dir)
+
+
+def begin(folder, settings, overwrite):
+    """Make `folder` that of these settings: what another run left there is only dropped with --overwrite."""
+    record = json.loads(folder.read(RECORD) or "{}")
+    if record and record != settings:
+        if not overwrite:
+            checkpoint.check_same_settings(settings, record, f"the unfinished {folder.location}")
+        for name in folder.names(".parquet", ".json", ".jsonl"):
+            folder.delete(name)
+    folder.write(RECORD, json.dumps(settings).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, parse_args()))

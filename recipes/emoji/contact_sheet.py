@@ -1,0 +1,108 @@
+"""Draw a picture of each prompt of a file, with fixed seeds, into one sheet: what a model can do at a glance.
+
+PYTHONPATH=. python recipes/emoji/contact_sheet.py --model_dir models/emoji-interim --output sheet.png
+"""
+
+import io
+import sys
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+import checkpoint
+import cli
+from utils import image_seed
+
+COLUMNS, CELL, CAPTION_LINES, LINE, GAP = 4, 128, 2, 12, 4  # CELL, LINE and GAP in pixels
+FONT_SIZE = 10
+
+
+def parse_args(argv=None):
+    """Parse the command line."""
+    parser = cli.make_parser(__doc__)
+    parser.add_argument("--model_dir", required=True, help="Diffusers pipeline")
+    parser.add_argument("--output", required=True, help="PNG file to write; one that is there is replaced")
+    prompts_file = Path(__file__).with_suffix(".txt").name
+    parser.add_argument("--prompts_file", help=f"text file with one prompt a line; default: {prompts_file} beside this")
+    parser.add_argument("--num_inference_steps", type=cli.positive_int, default=30, help="denoising steps")
+    parser.add_argument("--guidance_scale", type=cli.non_negative_float, default=3.0, help="classifier-free guidance")
+    parser.add_argument("--seed", type=cli.seed, default=0, help="seed of the pictures")
+    cli.add_shared_flags(parser)
+    return parser.parse_args(argv)
+
+
+def read_prompts(path):
+    """Return the prompts of a file, one a line."""
+    try:
+        prompts = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise cli.BadInput(f"--prompts_file {path}: {error}") from None
+    prompts = [prompt for prompt in prompts if prompt]
+    if not prompts:
+        raise cli.BadInput(f"--prompts_file {path} holds no prompt")
+    return prompts
+
+
+def wrap(text, font):
+    """Return the lines of a text that fit a cell's width, CAPTION_LINES of them at most."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= CELL or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines[:CAPTION_LINES]
+
+
+def make_sheet(images, prompts):
+    """Return a Pillow image: the pictures at CELL pixels a side, each with its prompt below, COLUMNS of them a row."""
+    font = ImageFont.load_default(FONT_SIZE)
+    height = CELL + CAPTION_LINES * LINE + 2 * GAP
+    num_rows = -(-len(images) // COLUMNS)
+    sheet = Image.new("RGB", (COLUMNS * (CELL + GAP) + GAP, num_rows * height + GAP), "white")
+    pen = ImageDraw.Draw(sheet)
+    for index, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
+        left, top = GAP + index % COLUMNS * (CELL + GAP), GAP + index // COLUMNS * height
+        sheet.paste(image.resize((CELL, CELL), Image.Resampling.LANCZOS), (left, top))
+        for line, text in enumerate(wrap(prompt, font)):
+            pen.text((left + CELL / 2, top + CELL + GAP + line * LINE), text, fill="black", font=font, anchor="ma")
+    return sheet
+
+
+def draw_prompts(args, prompts):
+    """Return a picture of each prompt; its noise depends on the seed and its place in the file alone."""
+    import torch
+
+    from model_folder import check_pipeline, model_resolution
+    from utils import draw_images, load_pipeline, set_up_torch
+
+    check_pipeline(args.model_dir)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    set_up_torch(device)
+    pipeline = load_pipeline(args.model_dir, torch.float32, safety_checker=False).to(device)
+    side = model_resolution(args.model_dir)
+    names = ("num_inference_steps", "guidance_scale")
+    sampler = {"height": side, "width": side, **{name: getattr(args, name) for name in names}}
+    images = []
+    with cli.Progress("draw", len(prompts), "images") as progress:
+        for index, prompt in enumerate(prompts):
+            images += draw_images(pipeline, prompt, [image_seed(args.seed, index)], **sampler)[0]
+            progress.update(1)
+    return images
+
+
+def main(args):
+    """Draw the pictures and write the sheet, whole or not at all."""
+    prompts = read_prompts(args.prompts_file or Path(__file__).with_suffix(".txt"))
+    output = Path(args.output)
+    checkpoint.check_writable(output.parent, "--output")
+    file = io.BytesIO()
+    make_sheet(draw_prompts(args, prompts), prompts).save(file, "PNG")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    checkpoint.write_bytes(output, file.getvalue())
+    cli.print_result(output=str(output), images=len(prompts))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, parse_args()))

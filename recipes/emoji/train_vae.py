@@ -1,0 +1,161 @@
+"""Train the VAE of the embedded model: 64x64 pixels to 4x16x16 latents, 0.65 million weights. Run it again to continue.
+
+Whole emoji of three styles on random colours, and a third of crops of photographs.
+
+    PYTHONPATH=. python recipes/emoji/train_vae.py --output_dir data/emoji/vae --max_train_steps 5 --train_batch_size 2
+    PYTHONPATH=. python recipes/emoji/train_vae.py --output_dir data/emoji/vae
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pictures
+from PIL import Image
+
+import checkpoint
+import cli
+from dataset import to_pixel_values
+from training import Optimizer, StepLog
+from utils import row_rng
+
+PHOTO_SHARE = 1 / 3
+KL_WEIGHT = 1e-6
+FIRST_LOG_VARIANCE = -6.0  # of the posterior: nearly an autoencoder at first, or it learns the mean colour for long
+EMOJI, PHOTO = 100, 101  # streams of random numbers
+
+
+def parse_args(argv=None):
+    """Parse the command line."""
+    parser = cli.make_parser(__doc__)
+    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
+    parser.add_argument("--output_dir", required=True, help="folder for the VAE; checkpoints go to OUTPUT_DIR.work")
+    parser.add_argument("--max_train_steps", type=cli.positive_int, default=8000, help="optimizer steps")
+    parser.add_argument("--train_batch_size", type=cli.positive_int, default=12, help="pictures a step")
+    parser.add_argument("--lr", type=cli.positive_float, default=6e-4, help="learning rate; it falls as a cosine")
+    parser.add_argument("--checkpointing_steps", type=cli.positive_int, default=250, help="steps between checkpoints")
+    parser.add_argument("--seed", type=cli.seed, default=0, help="seed of weights and pictures")
+    cli.add_shared_flags(parser)
+    return parser.parse_args(argv)
+
+
+def make_vae():
+    """Return a VAE with random weights."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL(
+        block_out_channels=(16, 32, 64),
+        down_block_types=["DownEncoderBlock2D"] * 3,
+        up_block_types=["UpDecoderBlock2D"] * 3,
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_size=64,
+        mid_block_add_attention=False,
+    )
+    with torch.no_grad():
+        vae.quant_conv.bias[4:] = FIRST_LOG_VARIANCE
+        vae.quant_conv.weight[4:] *= 0.1
+    return vae.to(memory_format=torch.channels_last)
+
+
+class Pixels:
+    """Training pictures: a function of (seed, step, row)."""
+
+    def __init__(self, cache_dir, seed):
+        self.emoji = pictures.load_pictures(cache_dir)
+        self.photos = [Image.fromarray(photo) for photo in pictures.load_photos(cache_dir)]
+        self.seed = seed
+
+    def batch(self, step, size):
+        """Return [B, 3, 64, 64] float32 in [-1, 1]."""
+        import torch
+
+        return torch.from_numpy(np.stack([self._row(step, row) for row in range(size)]))
+
+    def _row(self, step, row):
+        if row_rng(self.seed, PHOTO, step, row).random() < PHOTO_SHARE:
+            return self._crop(row_rng(self.seed, PHOTO, step, row))
+        rng = row_rng(self.seed, EMOJI, step, row)
+        picture = self.emoji[rng.integers(len(self.emoji))]
+        background = tuple(int(c) for c in rng.integers(256, size=3)) if rng.random() < 0.8 else (255, 255, 255)
+        return to_pixel_values(pictures.compose(picture, rng, background), 64)
+
+    def _crop(self, rng):
+        photo = self.photos[rng.integers(len(self.photos))]
+        side = int(rng.uniform(64, min(photo.size)))
+        left, top = (int(rng.integers(length - side + 1)) for length in photo.size)
+        values = to_pixel_values(photo.crop((left, top, left + side, top + side)), 64, rng)
+        return values[rng.permutation(3)] if rng.random() < 0.5 else values  # other colours of the same shapes
+
+
+def vae_loss(vae, pixel_values, generator):
+    """Return (loss, mean squared error): L1 + 2 MSE + 0.5 L1 of neighbours' differences + a little KL."""
+    posterior = vae.encode(pixel_values).latent_dist
+    output = vae.decode(posterior.sample(generator)).sample
+    error = output - pixel_values
+    edges = sum((error.diff(dim=dim)).abs().mean() for dim in (2, 3))
+    mse = error.square().mean()
+    kl = posterior.kl().mean() / output[0].numel()
+    return error.abs().mean() + 2 * mse + 0.5 * edges + KL_WEIGHT * kl, mse
+
+
+def latents_std(vae, cache_dir, seed):
+    """Return the standard deviation of the latents of the pictures to draw: its inverse is the scaling factor."""
+    import torch
+
+    drawn = [picture for picture in pictures.load_pictures(cache_dir, ("fluent",)) if pictures.is_drawn(picture)]
+    rows = []
+    for index, picture in enumerate(drawn):
+        image = pictures.compose(picture, row_rng(seed, EMOJI, 0, index), (255, 255, 255))
+        rows.append(to_pixel_values(image, 64))
+    with torch.inference_mode():
+        return vae.encode(torch.from_numpy(np.stack(rows))).latent_dist.sample().std().item()
+
+
+def main(args):
+    """Train from the newest checkpoint to the end, and publish the VAE with its scaling factor."""
+    import torch
+
+    output_dir, work_dir = Path(args.output_dir), Path(f"{args.output_dir}.work")
+    if checkpoint.read_manifest(output_dir):
+        return cli.print_result(output_dir=str(output_dir), trained=0)
+    torch.manual_seed(args.seed)
+    vae = make_vae()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    step, folder = checkpoint.newest_checkpoint(work_dir)
+    if folder:
+        vae = type(vae).from_pretrained(folder / "vae").to(memory_format=torch.channels_last)
+    vae.train()
+    schedule = ("cosine", 100, args.max_train_steps)
+    optimizer = Optimizer(vae.parameters(), args.lr, 1e-4, 1.0, False, torch.device("cpu"), schedule)
+    if folder:
+        checkpoint.restore_optimizer(folder, {"vae": vae}, optimizer.adamw)
+    pixels, log, mean_mse = Pixels(args.cache_dir, args.seed), StepLog(work_dir, step), 0.05
+    with cli.Progress("vae", args.max_train_steps, "steps", initial=step) as progress:
+        while step < args.max_train_steps:
+            generator = torch.Generator().manual_seed(step)
+            pixel_values = pixels.batch(step, args.train_batch_size).contiguous(memory_format=torch.channels_last)
+            loss, mse = vae_loss(vae, pixel_values, generator)
+            loss.backward()
+            grad_norm = optimizer.step(step)
+            step += 1
+            mean_mse += 0.02 * (mse.item() - mean_mse)
+            psnr = 10 * np.log10(4 / mean_mse)
+            progress.update(1, psnr=f"{psnr:.2f}")
+            if step % 50 == 0:
+                log.write(step, loss=loss.item(), psnr=psnr, grad_norm=grad_norm.item())
+            if step % args.checkpointing_steps == 0 or step == args.max_train_steps:
+                checkpoint.save_checkpoint(work_dir, step, {"vae": vae}, optimizer.adamw, {}, keep=2)
+    vae.register_to_config(scaling_factor=1 / latents_std(vae.eval(), args.cache_dir, args.seed))
+    with checkpoint.staging(output_dir) as beside:
+        vae.save_pretrained(beside)
+        (beside / "log.json").write_text(json.dumps({"psnr": psnr, "steps": step}))
+        checkpoint.publish(beside, output_dir)
+    cli.print_result(output_dir=str(output_dir), psnr=psnr)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, parse_args()))
