@@ -14,7 +14,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from cli import BadInput, CheckFailed, TryAgain, say
+from cli import BadInput, TryAgain, say
 
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{6,})")
@@ -87,6 +87,11 @@ def check_writable(folder, flag):
         raise BadInput(f"{flag} {folder}: no permission to write in {place}; choose another place")
 
 
+def staging_path(target):
+    """Return the folder beside `target` that `staging` gives."""
+    return Path(target).with_name(f".{Path(target).name}.staging")
+
+
 @contextlib.contextmanager
 def staging(target):
     """Give a new folder beside `target` to fill and `publish`; what is left of it, or of a killed run's, is removed.
@@ -95,7 +100,7 @@ def staging(target):
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = target.with_name(f".{target.name}.staging")
+    folder = staging_path(target)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     try:
@@ -243,19 +248,23 @@ def newest_checkpoint(work_dir):
     return 0, None
 
 
-def save_checkpoint(work_dir, step, modules, optimizer, facts, keep):
+def save_checkpoint(work_dir, step, write, facts, keep, rank=0, barrier=None):
     """Publish checkpoint `step`, point `latest` at it, then remove all but the newest `keep`.
 
-    modules: {"unet": module, ...} of Diffusers or Transformers modules, saved each in a folder of its name.
-    facts: what the manifest says of the run, say its settings.
+    write(folder): writes the checkpoint's files; facts: what the manifest says of the run, say its settings.
+    rank, barrier: of the workers where each writes a share, and all of them call this.
     """
-    from safetensors.torch import save_file
-
     target = checkpoint_path(work_dir, step)
+    barrier = barrier or (lambda: None)
+    if rank:
+        barrier()
+        write(staging_path(target))
+        barrier()
+        return target
     with staging(target) as folder:
-        for name, module in modules.items():
-            module.save_pretrained(folder / name, safe_serialization=True)
-        save_file(_optimizer_tensors(modules, optimizer), folder / "optimizer.safetensors")
+        barrier()
+        write(folder)
+        barrier()
         publish(folder, target, step=step, **facts)
     pointer = Path(work_dir) / LATEST
     beside = pointer.with_name(f".{LATEST}.tmp")
@@ -265,40 +274,3 @@ def save_checkpoint(work_dir, step, modules, optimizer, facts, keep):
     for _, old in list_checkpoints(work_dir)[:-keep]:
         shutil.rmtree(old)
     return target
-
-
-def _optimizer_tensors(modules, optimizer):
-    """Return {"unet.conv_in.weight:exp_avg": tensor, ...}: the optimizer's state under the names of its weights."""
-    return {
-        f"{name}:{key}": value.contiguous()
-        for name, parameter in named_parameters(modules)
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
-def named_parameters(modules):
-    """Yield (name, parameter) of the trainable weights of {"unet": module, ...}."""
-    for folder, module in modules.items():
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                yield f"{folder}.{name}", parameter
-
-
-def restore_optimizer(path, modules, optimizer):
-    """Put the optimizer's state of checkpoint `path` back, each tensor in the memory layout of its weight."""
-    import torch
-    from safetensors.torch import load_file
-
-    tensors = load_file(Path(path) / "optimizer.safetensors")
-    state = {}
-    for name, parameter in named_parameters(modules):
-        found = {key.rpartition(":")[2]: key for key in tensors if key.rpartition(":")[0] == name}
-        if not found:
-            raise CheckFailed(f"{path}/optimizer.safetensors has no state of {name}: remove this checkpoint")
-        state[parameter] = {
-            key: torch.empty_like(parameter, dtype=tensors[full].dtype).copy_(tensors[full])
-            if tensors[full].shape == parameter.shape
-            else tensors[full].clone()
-            for key, full in found.items()
-        }
-    optimizer.state.update(state)

@@ -1,10 +1,8 @@
-"""Latents: encoded by the VAE and the text encoder, kept as Parquet, and streamed to the trainers in an order of ours.
+"""Latents: what the VAE and the text encoder make of images and captions, and the Parquet files that keep them.
 
-The columns, and metadata.json beside them, are known here alone. A piece is a range of the rows of one chunk: of a row
-group of latents, or of some rows of raw data that are encoded on the fly.
+The columns, and metadata.json beside them, are known here alone.
 """
 
-import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,12 +15,10 @@ from cli import BadInput, CheckFailed
 from dataset import scale_pixels
 from model_folder import pixel_factor, read_config
 from storage import Folder, read_footer
-from utils import SHUFFLE, draw_noise, row_rng
 
 METADATA = "metadata.json"
 RECORD = "run.json"  # the settings of an unfinished data set
 FOOTER_THREADS = 16
-MOST_PIECES = 1000  # that Ray Data is given at a time
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,11 +165,17 @@ class LatentFiles:
     prescaled: bool
 
     @property
+    def fingerprint(self):
+        """What decides the rows, wherever they lie."""
+        return [self.chunks, self.image_column, self.caption_column]
+
+    @property
     def chunk_rows(self):
-        return [rows for _, _, rows in self.chunks]
+        """Rows of each chunk."""
+        return tuple(rows for _, _, rows in self.chunks)
 
     def __call__(self, item):
-        """Return {"mean", "std", "prompt"} of a piece {"chunk", "first", "last"}; std is absent where prescaled."""
+        """Yield {"mean", "std", "prompt"} of a piece {"chunk", "first", "last"}; std is absent where prescaled."""
         import pyarrow.parquet as pq
 
         name, group, _ = self.chunks[item["chunk"]]
@@ -184,7 +186,7 @@ class LatentFiles:
             table = parquet.read_row_group(group, columns=list(columns.values()))
         table = table.slice(item["first"], item["last"] - item["first"])
         shapes = {"prompt": self.caption_shape}
-        return {
+        yield {
             key: from_column(table[column], shapes.get(key, self.image_shape), f"{name}: column {column}")
             for key, column in columns.items()
         }
@@ -211,6 +213,8 @@ def open_latents(location, model_dir, resolution, image_column=None, caption_col
 
     def list_chunks(name):
         columns, groups, _ = read_footer(folder, name)
+        if not groups or not sum(rows for _, rows in groups):
+            return None, []
         caption = caption_column or next((c for c in ("caption_latents", "caption_embeddings") if c in columns), None)
         missing = [column for column in (*wanted, caption or "caption_latents") if column not in columns]
         if missing:
@@ -223,7 +227,8 @@ def open_latents(location, model_dir, resolution, image_column=None, caption_col
     if not chunks:
         raise BadInput(f"--data {location} holds no rows")
     shapes = latent_shapes(model_dir, resolution)
-    return LatentFiles(location, tuple(chunks), image_column, footers[0][0], *shapes, prescaled)
+    caption_column = next(caption for caption, _ in footers if caption)
+    return LatentFiles(location, tuple(chunks), image_column, caption_column, *shapes, prescaled)
 
 
 def _check_metadata(location, metadata, model_dir, resolution):
@@ -235,98 +240,3 @@ def _check_metadata(location, metadata, model_dir, resolution):
             f"--data {location} was encoded by the VAE or text encoder of another model ({metadata['model']}) than "
             f"--model_dir {model_dir}: run preprocess.py with this one"
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Order
-
-
-@dataclass(frozen=True)
-class Order:
-    """The endless sequence of rows that one of `world_size` workers trains on, a function of the seed alone.
-
-    Chunks are permuted each epoch, and the epoch's rows dealt out in stretches of equal length, so that every worker
-    takes as many steps and reads few chunks; `window` chunks at a time are mixed.
-    """
-
-    chunk_rows: tuple
-    rank: int
-    world_size: int
-    window: int
-    seed: int
-
-    @property
-    def rows_per_epoch(self):
-        """Rows that each worker takes in an epoch."""
-        return sum(self.chunk_rows) // self.world_size
-
-    def windows(self, position):
-        """Yield (pieces, permutation of their rows, rows to skip) from row `position` of this worker's sequence on."""
-        for epoch in itertools.count(position // self.rows_per_epoch):
-            start = epoch * self.rows_per_epoch
-            for number, pieces in enumerate(self._epoch(epoch)):
-                length = sum(piece["last"] - piece["first"] for piece in pieces)
-                if start + length > position:
-                    rng = row_rng(self.seed, SHUFFLE, epoch, (self.rank << 32) + number + 1)
-                    yield pieces, rng.permutation(length), max(0, position - start)
-                start += length
-
-    def _epoch(self, epoch):
-        """Yield the windows of this worker's stretch of an epoch: lists of pieces."""
-        order = row_rng(self.seed, SHUFFLE, epoch, 0).permutation(len(self.chunk_rows))
-        first, last = (rank * self.rows_per_epoch for rank in (self.rank, self.rank + 1))
-        pieces, start = [], 0
-        for chunk in order.tolist():
-            rows = self.chunk_rows[chunk]
-            low, high = max(first - start, 0), min(last - start, rows)
-            if low < high:
-                pieces.append({"chunk": chunk, "first": low, "last": high, "epoch": epoch})
-            start += rows
-        for i in range(0, len(pieces), self.window):
-            yield pieces[i : i + self.window]
-
-
-def stream_rows(order, load, position, num_rows):
-    """Yield [{"mean", "std", "prompt"}] of rows `position` to `position + num_rows` of an order, a window at a time.
-
-    load: yields the arrays of a list of pieces, in its order.
-    """
-    windows, left = [], num_rows
-    for window in order.windows(position):
-        windows.append(window)
-        left -= len(window[1]) - window[2]
-        if left <= 0 or sum(len(pieces) for pieces, _, _ in windows) >= MOST_PIECES:
-            arrays = load([piece for pieces, _, _ in windows for piece in pieces])
-            for pieces, permutation, skip in windows:
-                parts = list(itertools.islice(arrays, len(pieces)))
-                whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-                yield {key: values[permutation[skip:]] for key, values in whole.items()}
-            windows = []
-        if left <= 0:
-            return
-
-
-def rebatch(windows, batch_size):
-    """Yield the rows of some windows, in their order, as dicts of arrays [batch_size, ...]."""
-    held = {}
-    for window in windows:
-        held = {key: np.concatenate([held[key], values]) if held else values for key, values in window.items()}
-        count = len(held["mean"]) // batch_size * batch_size
-        for start in range(0, count, batch_size):
-            yield {key: values[start : start + batch_size] for key, values in held.items()}
-        held = {key: values[count:] for key, values in held.items()}
-
-
-def add_noise_fields(batch, seed, stream, step, first_row, num_train_timesteps):
-    """Return a batch as tensors, with its noise and timesteps: those of rows first_row ... of the global batch.
-
-    mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; prompt: [B, L, D] float32.
-    """
-    import torch
-
-    shape = batch["mean"].shape[1:]
-    rows = range(first_row, first_row + len(batch["mean"]))
-    drawn = [draw_noise(seed, stream, step, row, shape, num_train_timesteps) for row in rows]
-    noise, posterior_noise, timesteps = (np.stack(each) for each in zip(*drawn, strict=True))
-    fields = {**batch, "noise": noise, "posterior_noise": posterior_noise, "timesteps": timesteps}
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}

@@ -8,29 +8,31 @@ from pathlib import Path
 import checkpoint
 from training import LOG
 
-CARD_IMAGES, CARD_STEPS = 4, 30  # sample images, and the sampler's steps for them
+CARD_STEPS = 30  # of the sampler, for the sample images
 
 
-def publish_pipeline(config, step, device):
-    """Publish the base pipeline with the modules of the last checkpoint in --output_dir, with a model card."""
+def publish_pipeline(config, step, device, weights, prompts, card):
+    """Publish the base pipeline with the modules in `weights` in --output_dir, with a model card and sample images.
+
+    weights: a checkpoint's folder; prompts: one for each sample; card(samples): the text of the card.
+    """
     import torch
 
     from utils import draw_images, image_seed, load_pipeline
 
-    folder = checkpoint.checkpoint_path(config["work_dir"], step)
-    pipeline = load_pipeline(config["model_dir"], torch.float32, folder)
+    pipeline = load_pipeline(config["model_dir"], torch.float32, weights)
     with checkpoint.staging(config["output_dir"]) as beside:
         pipeline.save_pretrained(beside, safe_serialization=True)
         drop_local_paths(beside)
-        seeds = [image_seed(config["seed"], index) for index in range(CARD_IMAGES)]
         sampler = {"num_inference_steps": CARD_STEPS, "height": config["resolution"], "width": config["resolution"]}
-        images, flags = draw_images(pipeline.to(device), config["instance_prompt"], seeds, **sampler)
+        pipeline.to(device)
         (beside / "samples").mkdir()
-        for index, (image, flag) in enumerate(zip(images, flags, strict=True)):
-            if not flag:
-                image.save(beside / "samples" / f"{index}.png")
+        for index, prompt in enumerate(prompts):
+            images, flags = draw_images(pipeline, prompt, [image_seed(config["seed"], index)], **sampler)
+            if not flags[0]:
+                images[0].save(beside / "samples" / f"{index}.png")
         shutil.copy(Path(config["work_dir"]) / LOG, beside / "training_log.jsonl")
-        (beside / "README.md").write_text(model_card(config, step, sorted((beside / "samples").iterdir())))
+        (beside / "README.md").write_text(card(config, step, sorted((beside / "samples").iterdir())))
         checkpoint.publish(beside, config["output_dir"], step=step, settings=config["settings"])
 
 
@@ -55,12 +57,18 @@ def base_license(model_dir):
     return found[1] if found else "other"
 
 
-def model_card(config, step, samples):
-    """Return the README.md of the tuned pipeline, with the front matter of the model hub."""
-    base, licence = base_name(config["model_dir"]), base_license(config["model_dir"])
-    settings = {**config["settings"], "max_train_steps": step}
+def _table(settings):
     rows = "\n".join(f"| {name} | {json.dumps(value)} |" for name, value in sorted(settings.items()))
-    pictures = " ".join(f"![{path.stem}](samples/{path.name})" for path in samples)
+    return f"| setting | value |\n|---|---|\n{rows}"
+
+
+def _pictures(samples):
+    return " ".join(f"![{path.stem}](samples/{path.name})" for path in samples)
+
+
+def dreambooth_card(config, step, samples):
+    """Return the README.md of a tuned pipeline, with the front matter of the model hub."""
+    base, licence = base_name(config["model_dir"]), base_license(config["model_dir"])
     return f"""---
 base_model: {json.dumps(base)}
 instance_prompt: {json.dumps(config["instance_prompt"])}
@@ -75,11 +83,32 @@ tags: [dreambooth, stable-diffusion, text-to-image]
 `{base}`, taught one subject with DreamBooth (arXiv 2208.12242). Name the subject as the prompt it learned
 does: `{config["instance_prompt"]}`.
 
-{pictures}
+{_pictures(samples)}
 
 Licence: that of the base model ({licence}); the photos are their owner's.
 
-| setting | value |
-|---|---|
-{rows}
+{_table({**config["settings"], "max_train_steps": step})}
+"""
+
+
+def pretraining_card(config, step, samples):
+    """Return the README.md of a pre-trained pipeline, with the front matter of the model hub."""
+    base = base_name(config["model_dir"])
+    captions = "\n".join(f"- {prompt}" for prompt in config["sample_prompts"])
+    return f"""---
+library_name: diffusers
+license: other
+pipeline_tag: text-to-image
+tags: [stable-diffusion, text-to-image]
+---
+
+# {Path(config["output_dir"]).name}
+
+A UNet trained for {step} steps of {config["rows_per_step"]} images; its VAE and text encoder are those of `{base}`.
+
+{_pictures(samples)}
+
+{captions}
+
+{_table({**config["settings"], "max_train_steps": step})}
 """

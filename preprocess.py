@@ -24,7 +24,7 @@ from cluster import map_on_actors
 from latents import FOOTER_THREADS, METADATA, RECORD, LatentEncoder, digest_encoders, to_parquet
 from model_card import base_name
 from model_folder import check_pipeline, check_resolution, model_resolution
-from raw_data import Loader, Source, list_sources
+from raw_data import Loader, Source, add_raw_data_flags, list_sources, loader_options
 from storage import Folder, absolute, is_remote, read_footer
 
 BAD_ROWS = "bad_rows.jsonl"
@@ -36,22 +36,13 @@ def parse_args(argv=None):
     parser = cli.make_parser(__doc__)
     group = parser.add_argument_group("data")
     group.add_argument("--input", required=True, help="folder, file or URI of the images and captions")
-    group.add_argument("--image_column", help="column of bytes, paths or URLs; default: the first of the usual names")
-    group.add_argument("--caption_column", help="column of captions; default: the first of the usual names")
     group.add_argument("--output_dir", required=True, help="folder or URI for the latents")
     group.add_argument("--overwrite", action="store_true", help="drop an earlier data set of other settings")
-    group.add_argument("--rows_per_file", type=cli.positive_int, default=256, help="rows that are read, kept and lost "
-                       "at a time; 512-pixel images take 1 MB a row in memory")  # fmt: skip
-    group.add_argument("--max_bad_fraction", type=cli.fraction, default=0.05, help="share of bad rows to put up with")
-    group.add_argument("--timeout", type=cli.positive_float, default=10, help="seconds for one URL")
-    group.add_argument("--retries", type=cli.non_negative_int, default=2, help="further tries of a URL")
+    add_raw_data_flags(parser.add_argument_group("raw data"))
 
     group = parser.add_argument_group("encoding")
     group.add_argument("--model_dir", required=True, help="folder of the model whose VAE and text encoder are used")
     group.add_argument("--resolutions", type=cli.positive_int, nargs="+", help="pixels a side; default: the model's")
-    group.add_argument("--crop", choices=("center", "random"), default="center", help="which square of an image")
-    group.add_argument("--random_flip", action="store_true", help="mirror half of the images")
-    group.add_argument("--batch_size", type=cli.positive_int, default=16, help="images the VAE takes at a time")
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of random crops and flips")
 
     group = cli.add_shared_flags(parser)
@@ -69,7 +60,7 @@ class PartWriter:
 
     def __call__(self, chunk):
         """Return {"rows", "bad"} of a chunk, written under its name, whole or not at all."""
-        columns = self.encoder(chunk)
+        columns = self.encoder(chunk) if chunk["keys"] else {}
         self.folder.write(chunk["name"], to_parquet(chunk, columns))
         return {"rows": len(chunk["keys"]), "bad": chunk["bad"]}
 
@@ -117,12 +108,12 @@ def encode_all(args, folder, sources):
         done = [name for name in (part_name(number, chunk) for chunk in range(count)) if name in parts]
         if len(done) < count:
             items.append({"source": vars(source), "number": number, "done": done})
-    loader = Loader(args.resolutions, args.crop == "random", args.random_flip, args.seed, args.timeout, args.retries)
+    loader = Loader(**loader_options(args, args.resolutions))
     options = {
         "output_dir": folder.location,
         "model_dir": args.model_dir,
         "resolutions": args.resolutions,
-        "batch_size": args.batch_size,
+        "batch_size": args.encoding_batch_size,
         "mixed_precision": args.mixed_precision,
     }
     place = {name: getattr(args, name) for name in ("num_workers", "address", "cpus_per_worker", "gpus_per_worker")}

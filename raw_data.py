@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import cli
 from cli import BadInput, CheckFailed
 from dataset import READ, BadImage, crop_square, read_image
 from storage import Folder, absolute, is_remote, read_footer
@@ -45,11 +46,35 @@ class Source:
     caption_column: str = ""
 
 
+def add_raw_data_flags(group):
+    """Add the flags that say how raw data is read: of preprocess.py, and of pretrain.py --online."""
+    group.add_argument("--image_column", help="column of bytes, paths or URLs; default: the first of the usual names")
+    group.add_argument("--caption_column", help="column of captions; default: the first of the usual names")
+    group.add_argument("--crop", choices=("center", "random"), default="center", help="which square of an image")
+    group.add_argument("--random_flip", action="store_true", help="mirror half of the images")
+    group.add_argument("--timeout", type=cli.positive_float, default=10, help="seconds for one URL")
+    group.add_argument("--retries", type=cli.non_negative_int, default=2, help="further tries of a URL")
+    group.add_argument("--max_bad_fraction", type=cli.fraction, default=0.05, help="share of bad rows to put up with")
+    rows_help = "rows that are read and encoded at a time; a 512-pixel image takes 1 MB in memory"
+    group.add_argument("--rows_per_file", type=cli.positive_int, default=256, help=rows_help)
+    group.add_argument(
+        "--encoding_batch_size", type=cli.positive_int, default=16, help="images the VAE takes at a time"
+    )
+
+
+def loader_options(args, resolutions):
+    """Return the options of the Loader that the flags ask for."""
+    names = ("random_flip", "seed", "timeout", "retries")
+    return {"resolutions": tuple(resolutions), "random_crop": args.crop == "random"} | {
+        n: getattr(args, n) for n in names
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What there is
 
 
-def list_sources(location, image_column=None, caption_column=None):
+def list_sources(location, image_column=None, caption_column=None, flag="--input"):
     """Return the Sources of a folder or file, in the order of their names; only footers and headers are read.
 
     Raises BadInput where there is nothing, or a Parquet file lacks the columns.
@@ -57,7 +82,7 @@ def list_sources(location, image_column=None, caption_column=None):
     location = absolute(location)
     kind = Folder(location).kind()
     if kind is None:
-        raise BadInput(f"--input {location} does not exist")
+        raise BadInput(f"{flag} {location} does not exist")
     folder, _, only = location.rpartition("/") if kind == "file" else (location, "", None)
     files = Folder(folder).names(".parquet", ".tar", "metadata.jsonl")
     files = {name: size for name, size in files.items() if only is None or name == only}
@@ -69,9 +94,9 @@ def list_sources(location, image_column=None, caption_column=None):
             with ThreadPoolExecutor(FETCH_THREADS) as pool:
                 sources = list(itertools.chain.from_iterable(pool.map(list_file, *zip(*facts, strict=True))))
             if not sum(source.num_rows for source in sources):
-                raise BadInput(f"--input {location} holds no rows")
+                raise BadInput(f"{flag} {location} holds no rows")
             return sources
-    raise BadInput(f"--input {location} holds no .parquet or .tar file and no metadata.jsonl")
+    raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
 
 
 def _parquet_sources(folder, name, size, image_column, caption_column):

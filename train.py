@@ -10,20 +10,20 @@ to --output_dir, and checkpoints, cached latents and logs to --work_dir. Run the
 """
 
 import argparse
-import contextlib
 import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import checkpoint
 import cli
+import driver
+import parallel
 import training
 from cli import BadInput, say
 from cluster import start_ray
 from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
-from model_card import publish_pipeline
+from model_card import dreambooth_card, publish_pipeline
 from model_folder import check_pipeline, check_resolution, model_resolution, read_config, tokenize
 
 # Flags that decide the weights that come out: a run continues only under the same.
@@ -31,6 +31,8 @@ SETTINGS = """
     instance_prompt class_prompt resolution random_crop random_flip max_variants skip_bad_images lr lr_scheduler seed
     lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay train_text_encoder mixed_precision
 """.split()  # noqa: SIM905
+
+CARD_IMAGES = 4  # samples on the model card
 
 
 def parse_args(argv=None):
@@ -164,8 +166,7 @@ def encode_prompts(config, text_encoder, device):
 
 
 def prepare(config, place):
-    """Return what a worker trains with, as a namespace: everything stands where the newest checkpoint left it."""
-    import torch
+    """Return the training.Run of a worker: everything stands where the newest checkpoint left it."""
     from diffusers import DDPMScheduler
 
     from utils import compute_dtype, set_up_torch
@@ -174,92 +175,51 @@ def prepare(config, place):
     dtype = compute_dtype(config["mixed_precision"], place.device.type)
     step, folder = checkpoint.newest_checkpoint(config["work_dir"])
     modules, frozen_text_encoder = load_modules(config, place, folder)
-    optimizer = training.Optimizer(
-        [parameter for _, parameter in checkpoint.named_parameters(modules)],
-        lr=config["lr"],
-        weight_decay=config["adam_weight_decay"],
-        max_grad_norm=config["max_grad_norm"],
-        fp16=dtype == torch.float16,
-        device=place.device,
-        schedule=(config["lr_scheduler"], config["lr_warmup_steps"], config["max_train_steps"]),
-    )
-    if folder:
-        checkpoint.restore_optimizer(folder, modules, optimizer.adamw)
-        optimizer.scaler.load_state_dict(checkpoint.read_manifest(folder)["scaler"])
-    model = join_modules(modules.get("text_encoder"), modules["unet"])
-    if place.world_size > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = training.make_optimizer(config, modules, place, dtype, folder)
+    model = parallel.wrap(join_modules(modules.get("text_encoder"), modules["unet"]), place)
     noise_scheduler = DDPMScheduler.from_pretrained(config["model_dir"], subfolder="scheduler")
     prompts = encode_prompts(config, frozen_text_encoder, place.device)
     num_timesteps = noise_scheduler.config.num_train_timesteps
-    return SimpleNamespace(
-        step=step,
-        modules=modules,
-        optimizer=optimizer,
-        model=model,
-        batches=Batches(config["posteriors_dir"], Pairs(**config["pairs"]), *prompts, config["seed"], num_timesteps),
-        autocast=partial(torch.autocast, place.device.type, dtype, enabled=dtype != torch.float32),
-        loss_options={
-            "noise_scheduler": noise_scheduler,
-            "vae_config": read_config(config["model_dir"], "vae"),
-            "prior_loss_weight": config["prior_loss_weight"],
-            "snr_gamma": config["snr_gamma"],
-        },
-    )
+    batches = Batches(config["posteriors_dir"], Pairs(**config["pairs"]), *prompts, config["seed"], num_timesteps)
+    num_pairs = config["train_batch_size"]
 
-
-def accumulate_gradients(run, step, config, place):
-    """Leave the gradients of one optimizer step in place; return this worker's mean losses [3]."""
-    import torch
-
-    num_pairs, accumulation = config["train_batch_size"], config["gradient_accumulation_steps"]
-    losses = torch.zeros(3, device=place.device)
-    for micro in range(accumulation):
+    def batch(step, micro):
         first_pair = (micro * place.world_size + place.rank) * num_pairs
-        batch = run.batches(step, first_pair, num_pairs, config["pairs_per_step"])
-        batch = {name: value.to(place.device, non_blocking=True) for name, value in batch.items()}
-        wait = place.world_size > 1 and micro < accumulation - 1  # gradients are averaged once, after the last
-        with run.model.no_sync() if wait else contextlib.nullcontext():
-            with run.autocast():
-                parts = training_step(run.model, batch, num_instance=num_pairs, **run.loss_options)
-            run.optimizer.scaler.scale(parts[0] / accumulation).backward()
-        losses += torch.stack(parts).detach() / accumulation
-    return losses
+        return batches(step, first_pair, num_pairs, config["pairs_per_step"])
+
+    return training.Run(
+        step=step,
+        model=model,
+        optimizer=optimizer,
+        batch=batch,
+        loss_names=("loss", "instance_loss", "class_loss"),
+        losses=partial(
+            training_step,
+            model,
+            noise_scheduler=noise_scheduler,
+            vae_config=read_config(config["model_dir"], "vae"),
+            num_instance=num_pairs,
+            prior_loss_weight=config["prior_loss_weight"],
+            snr_gamma=config["snr_gamma"],
+        ),
+        dtype=dtype,
+        saves=place.rank == 0,
+        write=partial(parallel.write_state, modules=modules, optimizer=optimizer.adamw),
+    )
 
 
 def train_loop(config):
     """Train on one worker from the newest checkpoint to `max_train_steps`; rank 0 logs, saves and publishes."""
-    import torch
-
-    from utils import step_seed
-
     place = training.find_place(config["num_workers"])
     run = prepare(config, place)
-    step, last, stopping = run.step, config["max_train_steps"], False
-    log = training.StepLog(config["work_dir"], step) if place.rank == 0 else None
-    while step < last and not stopping:
-        torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
-        losses = accumulate_gradients(run, step, config, place)
-        grad_norm = run.optimizer.step(step)
-        step += 1
-        is_logged = step % config["log_every"] == 0 or step == last
-        if is_logged:
-            loss, instance_loss, class_loss = place.mean(losses).tolist()
-            if log:
-                log.write(step, loss=loss, instance_loss=instance_loss, class_loss=class_loss,
-                      grad_norm=grad_norm.item(), lr=run.optimizer.lr(step - 1))  # fmt: skip
-        stopping = (is_logged or place.world_size == 1) and place.any(training.stop_asked(config))
-        if place.rank == 0 and (step % config["checkpointing_steps"] == 0 or step == last or stopping):
-            facts = {"settings": config["settings"], "scaler": run.optimizer.scaler.state_dict()}
-            keep = config["checkpoints_total_limit"]
-            checkpoint.save_checkpoint(config["work_dir"], step, run.modules, run.optimizer.adamw, facts, keep)
-    result = {"step": step, "trained": step - run.step, "stopped": step < last}
-    if log:
-        log.close()
-        del run  # the optimizer's memory, for the pipeline
-        if step >= last:
-            publish_pipeline(config, step, place.device)
-    return result
+    first, last = run.step, config["max_train_steps"]
+    step = training.train_steps(run, config, place)
+    del run  # the optimizer's memory, for the pipeline
+    if place.rank == 0 and step >= last:
+        weights = checkpoint.checkpoint_path(config["work_dir"], step)
+        prompts = [config["instance_prompt"]] * CARD_IMAGES
+        publish_pipeline(config, step, place.device, weights, prompts, dreambooth_card)
+    return {"step": step, "trained": step - first, "stopped": step < last}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,8 +251,8 @@ def plan_steps(args, settings, num_workers):
     num_images = [len(find_images(folder, "")[0]) for folder in folders]
     if args.class_images_dir:
         flag = f"--class_images_dir {args.class_images_dir}"
-        training.check_batch(num_images[1], settings["pairs_per_step"], flag)
-    steps = args.max_train_steps or training.steps_of(args.num_epochs, max(num_images), settings["pairs_per_step"])
+        driver.check_batch(num_images[1], settings["pairs_per_step"], flag)
+    steps = args.max_train_steps or driver.steps_of(args.num_epochs, max(num_images), settings["pairs_per_step"])
     if not args.lr_scheduler.startswith("constant"):
         settings["max_train_steps"] = steps  # the learning rate falls towards the end
     return steps
@@ -321,7 +281,7 @@ def train(args, settings, steps, num_workers):
         "posteriors_dir": posteriors_dir,
         "pairs": asdict(pairs),
     }
-    return training.run_workers(train_loop, config, max_failures=args.max_failures, **place)
+    return driver.run_workers(train_loop, config, max_failures=args.max_failures, **place)
 
 
 def main(args):
@@ -332,16 +292,16 @@ def main(args):
     for name in ("model_dir", "output_dir", "work_dir", "instance_images_dir", "class_images_dir"):
         setattr(args, name, getattr(args, name) and str(Path(getattr(args, name)).resolve()))
     settings = read_inputs(args)
-    num_workers = training.recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
+    num_workers = driver.recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
     if num_workers is None:
         num_workers = int(start_ray(args.address).get("GPU", 0)) or 1
     steps = plan_steps(args, settings, num_workers)
-    if training.is_finished(args.output_dir, settings, steps, args.overwrite):
+    if driver.is_finished(args.output_dir, settings, steps, args.overwrite):
         say(f"{args.output_dir} is trained for {steps} steps already")
         return cli.print_result(output_dir=args.output_dir, steps=steps, trained=0)
     with checkpoint.lock(Path(args.work_dir) / ".lock"):
         checkpoint.recover(args.output_dir)
-        training.open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
+        driver.open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
         result = train(args, settings, steps, num_workers)
     cli.print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
 

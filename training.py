@@ -1,26 +1,20 @@
-"""What the training scripts share: workers on Ray Train or in this process, an optimizer step, the log of steps."""
+"""The workers' side of a training, for every script that trains: the place among them, the steps and their log."""
 
+import contextlib
 import json
-import shutil
-import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import checkpoint
-from cli import BadInput, CheckFailed, Progress, Stopped, as_tool_error, stop_file
-from cluster import share_resources, start_ray
+import parallel
+from cli import CheckFailed
 
 LOG = "log.jsonl"
 STOP = "stop"
-RECORD = "run.json"  # the settings and the number of workers of the run in a work folder
 MAX_BAD_STEPS = 5  # skipped one after another, for a gradient that is not finite, before a run gives up
 MAX_BAD_STEPS_FP16 = 25  # fp16 skips steps while it looks for a loss scale
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# On a worker
 
 
 @dataclass(frozen=True)
@@ -30,6 +24,7 @@ class Place:
     rank: int
     world_size: int
     device: Any
+    local_world_size: int = 1
 
     def mean(self, values):
         """Return the mean over the workers of a tensor, on all of them."""
@@ -56,7 +51,9 @@ def find_place(num_workers):
     import ray.train.torch
 
     device = ray.train.torch.get_device()
-    return Place(dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else Place(0, 1, device)
+    if not dist.is_initialized():
+        return Place(0, 1, device)
+    return Place(dist.get_rank(), dist.get_world_size(), device, ray.train.get_context().get_local_world_size())
 
 
 class Optimizer:
@@ -95,6 +92,7 @@ class Optimizer:
             group["lr"] = self.lr(step)
         self.scaler.unscale_(self.adamw)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
         finite = bool(torch.isfinite(grad_norm))
         if finite or self.scaler.is_enabled():
             self.scaler.step(self.adamw)
@@ -148,122 +146,7 @@ def read_log(path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# On the driver
-
-
-def is_finished(output_dir, settings, steps, overwrite):
-    """Return whether `output_dir` holds the result of these settings; raise BadInput where it holds something else."""
-    output_dir = Path(output_dir)
-    manifest = checkpoint.read_manifest(output_dir) or {}
-    if manifest.get("settings") == settings and manifest.get("step") == steps:
-        return True
-    if overwrite or not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
-        return False
-    if not manifest:
-        raise BadInput(f"--output_dir {output_dir} is in the way: not a whole result of ours; another, or --overwrite")
-    checkpoint.check_same_settings(settings, manifest.get("settings", {}), f"--output_dir {output_dir}")
-    if manifest["step"] > steps:
-        raise BadInput(f"--output_dir {output_dir} is trained for {manifest['step']} steps, more than {steps}")
-    return False
-
-
-def open_work_dir(work_dir, settings, num_workers, overwrite):
-    """Make `work_dir` the one of this run: kept where its settings are the same, emptied where nothing is lost."""
-    work_dir = Path(work_dir)
-    earlier = checkpoint.read_json(work_dir / RECORD).get("settings")
-    if earlier not in (None, settings):
-        if checkpoint.list_checkpoints(work_dir) and not overwrite:
-            checkpoint.check_same_settings(settings, earlier, f"--work_dir {work_dir}")
-        checkpoint.empty_folder(work_dir)
-    checkpoint.write_json(work_dir / RECORD, {"settings": settings, "num_workers": num_workers})
-
-
-def recorded_workers(work_dir):
-    """Return the number of workers of the run in `work_dir`, None where there is none: it goes on with as many."""
-    return checkpoint.read_json(Path(work_dir) / RECORD).get("num_workers")
-
-
-def run_workers(train_loop, config, address=None, cpus_per_worker=None, gpus_per_worker=None, max_failures=0):
-    """Run `train_loop(config)` on config["num_workers"] workers, show its log, and return what rank 0 returns.
-
-    0 workers: this process, without Ray. A signal makes the workers save and stop; then Stopped is raised.
-    config: plain JSON values, with "num_workers", "work_dir" and "max_train_steps".
-    """
-    work_dir = Path(config["work_dir"])
-    if config["num_workers"] == 0:
-        fit = train_loop
-    else:
-        shares = share_resources(start_ray(address), config["num_workers"], cpus_per_worker, gpus_per_worker)
-        config = {**config, "num_threads": max(1, int(shares[0]))}
-        fit = _make_trainer(_guard(train_loop), work_dir / "ray", config["num_workers"], *shares, max_failures)
-    with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(1) as pool:
-        future = pool.submit(fit, config)  # off the main thread, where Ray would take SIGINT for itself
-        _follow(work_dir / LOG, config["max_train_steps"], future)
-        result = future.result()
-    if "error" in result:
-        raise result["error"]
-    shutil.rmtree(work_dir / "ray", ignore_errors=True)
-    if result["stopped"] and signals:
-        raise Stopped(signals[0])
-    return result
-
-
-def _guard(train_loop):
-    """Return a `train_loop` that returns a ToolError as a result: Ray would start the workers again for it."""
-
-    def guarded(config):
-        try:
-            return train_loop(config)
-        except Exception as error:
-            known = as_tool_error(error)
-            if known is None:
-                raise
-            return {"error": known}
-
-    return guarded
-
-
-def _make_trainer(train_loop, storage_path, num_workers, cpus, gpus, max_failures):
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
-
-    def fit(config):
-        shutil.rmtree(storage_path, ignore_errors=True)
-        trainer = TorchTrainer(
-            train_loop,
-            train_loop_config=config,
-            scaling_config=ScalingConfig(
-                num_workers=num_workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, "GPU": gpus}
-            ),
-            # The name is new each time: our checkpoints say where a run continues, not Ray's record of it.
-            run_config=RunConfig(
-                name=f"run-{time.time_ns()}",
-                storage_path=str(storage_path),
-                failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=max_failures),
-            ),
-        )
-        return trainer.fit().return_value
-
-    return fit
-
-
-def _follow(log_path, total, future):
-    """Show the lines of log.jsonl as they come, until the future is done."""
-    progress = None
-    done = False
-    while not done:
-        done = future.done() or bool(wait([future], timeout=0.2).done)
-        lines = read_log(log_path)
-        if not lines:
-            continue
-        last = lines[-1]
-        if progress is None:
-            progress = Progress("train", total, "steps", initial=last["step"])
-        figures = {name: f"{last[name]:.4g}" for name in ("loss", "grad_norm") if last[name] is not None}
-        if last["step"] != progress.done or done:
-            progress.update(last["step"] - progress.done, **figures)
-    if progress:
-        progress.close()
+# Steps
 
 
 def stop_asked(config):
@@ -271,15 +154,100 @@ def stop_asked(config):
     return (Path(config["work_dir"]) / STOP).exists()
 
 
-def steps_of(num_epochs, pairs_per_epoch, pairs_per_step):
-    """Return the optimizer steps of some epochs; the last step runs into the next epoch rather than be short."""
-    return -(-num_epochs * pairs_per_epoch // pairs_per_step)
+@dataclass
+class Run:
+    """What a worker trains with: of the script, what `train_steps` calls.
+
+    batch(step, micro): the tensors of a batch; losses(batch): those named `loss_names`, the first is minimised.
+    after_step(step): what follows each step; validate(step): further figures to log at it, or none.
+    saves: whether this worker takes part in saving; write(folder): writes its part of a checkpoint.
+    """
+
+    step: int
+    model: Any
+    optimizer: Optimizer
+    batch: Callable
+    losses: Callable
+    loss_names: tuple
+    dtype: Any
+    saves: bool
+    write: Callable
+    after_step: Callable = lambda step: None
+    validate: Callable = lambda step: {}
 
 
-def check_batch(num_images, pairs_per_step, flag):
-    """Raise BadInput where a folder holds fewer images than one global batch takes."""
-    if num_images < pairs_per_step:
-        raise BadInput(
-            f"{flag} holds {num_images} images, a step takes {pairs_per_step} (batch x accumulation x workers): "
-            "draw more, or take a smaller batch"
-        )
+def make_optimizer(config, modules, place, dtype, folder):
+    """Return the Optimizer of the trainable weights of {"unet": module, ...}, as checkpoint `folder` left it."""
+    import torch
+
+    optimizer = Optimizer(
+        [parameter for _, parameter in parallel.named_parameters(modules)],
+        lr=config["lr"],
+        weight_decay=config["adam_weight_decay"],
+        max_grad_norm=config["max_grad_norm"],
+        fp16=dtype == torch.float16,
+        device=place.device,
+        schedule=(config["lr_scheduler"], config["lr_warmup_steps"], config["max_train_steps"]),
+    )
+    if folder:
+        parallel.restore_optimizer(folder, modules, optimizer.adamw)
+        optimizer.scaler.load_state_dict(checkpoint.read_manifest(folder)["scaler"])
+    return optimizer
+
+
+def accumulate_gradients(run, step, config, place):
+    """Leave the gradients of one optimizer step in place; return this worker's mean losses [len(run.loss_names)]."""
+    import torch
+
+    accumulation = config["gradient_accumulation_steps"]
+    losses = torch.zeros(len(run.loss_names), device=place.device)
+    for micro in range(accumulation):
+        batch = {name: value.to(place.device, non_blocking=True) for name, value in run.batch(step, micro).items()}
+        wait = place.world_size > 1 and micro < accumulation - 1  # gradients are averaged once, after the last
+        with parallel.no_sync(run.model) if wait else contextlib.nullcontext():
+            with torch.autocast(place.device.type, run.dtype, enabled=run.dtype != torch.float32):
+                parts = run.losses(batch=batch)
+            run.optimizer.scaler.scale(parts[0] / accumulation).backward()
+        losses += torch.stack(parts).detach() / accumulation
+    return losses
+
+
+def train_steps(run, config, place):
+    """Train from step `run.step` to config["max_train_steps"], or until asked to stop; return the step reached."""
+    import torch
+
+    from utils import step_seed
+
+    step, last, stopping = run.step, config["max_train_steps"], False
+    log = StepLog(config["work_dir"], step) if place.rank == 0 else None
+    while step < last and not stopping:
+        torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
+        losses = accumulate_gradients(run, step, config, place)
+        grad_norm = run.optimizer.step(step)
+        step += 1
+        run.after_step(step)
+        values = run.validate(step)
+        is_logged = step % config["log_every"] == 0 or step == last
+        if is_logged:
+            values |= dict(zip(run.loss_names, place.mean(losses).tolist(), strict=True))
+            values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
+        if log and values:
+            log.write(step, **values)
+        stopping = (is_logged or place.world_size == 1) and place.any(stop_asked(config))
+        if run.saves and (step % config["checkpointing_steps"] == 0 or step == last or stopping):
+            save(run, step, config, place)
+    if log:
+        log.close()
+    return step
+
+
+def save(run, step, config, place):
+    """Save a checkpoint; all the workers that take part in it call this."""
+    import torch.distributed as dist
+
+    facts = {"settings": config["settings"], "scaler": run.optimizer.scaler.state_dict()}
+    keep = config["checkpoints_total_limit"]
+    is_shared = parallel.is_sharded(run.model)
+    barrier = dist.barrier if is_shared else None
+    rank = place.rank if is_shared else 0
+    checkpoint.save_checkpoint(config["work_dir"], step, run.write, facts, keep, rank, barrier)

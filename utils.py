@@ -193,15 +193,22 @@ def min_snr_weights(noise_scheduler, timesteps, snr_gamma):
     return snr.clamp(max=snr_gamma) / snr
 
 
+def row_losses(model_pred, target, row_weights=None):
+    """Return the mean squared error of each row [B], in float32; model_pred, target: [B, c, h, w].
+
+    row_weights: [B] or None.
+    """
+    rows = (model_pred.float() - target.float()).square().flatten(1).mean(dim=1)  # B
+    return rows if row_weights is None else rows * row_weights
+
+
 def prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights=None):
     """Return (loss, mean of the instance rows, mean of the class rows): arXiv 2208.12242, eq. 2.
 
     model_pred, target: [B, c, h, w], first `num_instance` instance rows, then class rows (there may be none).
     row_weights: [B] or None. Means are taken in float32.
     """
-    rows = (model_pred.float() - target.float()).square().flatten(1).mean(dim=1)  # B
-    if row_weights is not None:
-        rows = rows * row_weights
+    rows = row_losses(model_pred, target, row_weights)  # B
     instance_loss = rows[:num_instance].mean()
     if num_instance == len(rows):
         return instance_loss, instance_loss, instance_loss.new_zeros(())

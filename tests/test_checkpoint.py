@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from conftest import ROOT, tree
 
 import checkpoint
 import cli
+import parallel
 
 
 def fill(folder, text="one"):
@@ -99,10 +101,15 @@ def trained(seed=0):
     return modules, optimizer
 
 
+def save(folder, step, modules, optimizer, facts, keep):
+    write = partial(parallel.write_state, modules=modules, optimizer=optimizer)
+    return checkpoint.save_checkpoint(folder, step, write, facts, keep)
+
+
 def test_checkpoints_are_kept_pruned_and_pointed_at(tmp_path):
     modules, optimizer = trained()
     for step in (2, 4, 6):
-        checkpoint.save_checkpoint(tmp_path, step, modules, optimizer, {"settings": {}}, keep=2)
+        save(tmp_path, step, modules, optimizer, {"settings": {}}, keep=2)
     (tmp_path / "checkpoint-000099").mkdir()  # no manifest: half a checkpoint
     (tmp_path / "checkpoint-final").write_text("a stray file")
     assert [step for step, _ in checkpoint.list_checkpoints(tmp_path)] == [4, 6]
@@ -113,7 +120,7 @@ def test_checkpoints_are_kept_pruned_and_pointed_at(tmp_path):
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     modules, optimizer = trained()
     for step in (2, 4):
-        checkpoint.save_checkpoint(tmp_path, step, modules, optimizer, {}, keep=2)
+        save(tmp_path, step, modules, optimizer, {}, keep=2)
     weights = tmp_path / "checkpoint-000004" / "unet" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -124,7 +131,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
 
 def test_the_older_checkpoint_goes_only_after_the_newer_is_whole(tmp_path, monkeypatch):
     modules, optimizer = trained()
-    checkpoint.save_checkpoint(tmp_path, 2, modules, optimizer, {}, keep=1)
+    save(tmp_path, 2, modules, optimizer, {}, keep=1)
     before = tree(tmp_path)
 
     def full(*arguments, **options):
@@ -132,15 +139,15 @@ def test_the_older_checkpoint_goes_only_after_the_newer_is_whole(tmp_path, monke
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save_checkpoint(tmp_path, 4, modules, optimizer, {}, keep=1)
+        save(tmp_path, 4, modules, optimizer, {}, keep=1)
     assert tree(tmp_path) == before
 
 
 def test_optimizer_comes_back_bit_for_bit(tmp_path):
     modules, optimizer = trained()
-    folder = checkpoint.save_checkpoint(tmp_path, 2, modules, optimizer, {}, keep=1)
+    folder = save(tmp_path, 2, modules, optimizer, {}, keep=1)
     other_modules, other = trained(seed=1)
-    checkpoint.restore_optimizer(folder, other_modules, other)
+    parallel.restore_optimizer(folder, other_modules, other)
     for mine, its in zip(modules["unet"].parameters(), other_modules["unet"].parameters(), strict=True):
         assert optimizer.state[mine].keys() == other.state[its].keys()
         assert all(torch.equal(optimizer.state[mine][key], other.state[its][key]) for key in other.state[its])
@@ -148,10 +155,10 @@ def test_optimizer_comes_back_bit_for_bit(tmp_path):
 
 def test_optimizer_of_other_weights_is_refused(tmp_path):
     modules, optimizer = trained()
-    folder = checkpoint.save_checkpoint(tmp_path, 2, modules, optimizer, {}, keep=1)
+    folder = save(tmp_path, 2, modules, optimizer, {}, keep=1)
     stranger = {"unet": torch.nn.Sequential(torch.nn.Linear(3, 2))}
     with pytest.raises(cli.CheckFailed, match=r"unet\.0\.weight"):
-        checkpoint.restore_optimizer(folder, stranger, torch.optim.AdamW(stranger["unet"].parameters()))
+        parallel.restore_optimizer(folder, stranger, torch.optim.AdamW(stranger["unet"].parameters()))
 
 
 def test_lock_names_its_holder_and_goes_with_it(tmp_path):
@@ -212,4 +219,4 @@ def test_check_writable(tmp_path):
 def test_named_parameters_are_the_trainable_ones():
     module = torch.nn.Linear(2, 2)
     module.bias.requires_grad_(False)
-    assert [name for name, _ in checkpoint.named_parameters({"unet": module})] == ["unet.weight"]
+    assert [name for name, _ in parallel.named_parameters({"unet": module})] == ["unet.weight"]

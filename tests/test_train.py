@@ -158,19 +158,19 @@ def test_same_command_writes_nothing_and_imports_no_torch(command):
 
 def test_resume_is_bit_equal_after_a_crash(command, tmp_path, monkeypatch):
     command(output_dir=tmp_path / "whole", lr_scheduler="linear", lr_warmup_steps=2)
-    real = train.accumulate_gradients
+    real = training.accumulate_gradients
 
     def crash(run, step, *rest):
         if step == 3:
             raise RuntimeError("power cut")
         return real(run, step, *rest)
 
-    monkeypatch.setattr(train, "accumulate_gradients", crash)
+    monkeypatch.setattr(training, "accumulate_gradients", crash)
     flags = {"checkpointing_steps": 2, "lr_scheduler": "linear", "lr_warmup_steps": 2}
     with pytest.raises(RuntimeError):
         command(**flags)
     assert not command.output_dir.exists() and checkpoints(command.work_dir) == {2}
-    monkeypatch.setattr(train, "accumulate_gradients", real)
+    monkeypatch.setattr(training, "accumulate_gradients", real)
     command(**flags)
     assert_equal_weights(tmp_path / "whole", command.output_dir)
     assert losses(command.work_dir) == losses(tmp_path / "whole.work")
@@ -258,7 +258,7 @@ def test_hidden_states_are_those_that_the_pipeline_draws_with(tiny_model):
 
 def test_no_report_stalls_the_loop():
     """ray.train.report holds a step until the controller, which looks every two seconds, has taken the one before."""
-    for name in ("train.py", "training.py", "checkpoint.py"):
+    for name in ("train.py", "training.py", "driver.py", "checkpoint.py", "parallel.py"):
         assert "report(" not in (ROOT / name).read_text()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import cli
+import driver
 import training
 
 
@@ -63,11 +64,11 @@ def test_log_drops_what_lies_past_the_step_it_continues_from(tmp_path):
 
 
 def test_steps_of_epochs():
-    assert training.steps_of(4, 200, 1) == 800
-    assert training.steps_of(1, 10, 4) == 3  # the third runs into the next epoch
+    assert driver.steps_of(4, 200, 1) == 800
+    assert driver.steps_of(1, 10, 4) == 3  # the third runs into the next epoch
 
 
 def test_check_batch():
-    training.check_batch(4, 4, "--class_images_dir x")
+    driver.check_batch(4, 4, "--class_images_dir x")
     with pytest.raises(cli.BadInput, match="holds 3 images, a step takes 4"):
-        training.check_batch(3, 4, "--class_images_dir x")
+        driver.check_batch(3, 4, "--class_images_dir x")

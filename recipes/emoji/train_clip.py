@@ -1,7 +1,7 @@
-"""Train the CLIP and the tokenizer of the embedded model on emoji and captions, 1.8 million weights. Run it again to
-continue.
+"""Train the CLIP and the tokenizer of the embedded model: 64x64 pixels, 32 tokens, 1.8 million weights.
 
-OUTPUT_DIR/clip is a whole CLIPModel for 64x64 pictures; text_encoder and tokenizer are what the pipeline takes of it.
+Emoji of three styles on ten colours, and captions of them. Run it again to continue. OUTPUT_DIR/clip is a whole CLIPModel;
+text_encoder and tokenizer are what the pipeline takes of it.
 
     PYTHONPATH=. python recipes/emoji/train_clip.py --output_dir data/emoji/clip --max_train_steps 5
     PYTHONPATH=. python recipes/emoji/train_clip.py --output_dir data/emoji/clip
@@ -10,6 +10,7 @@ OUTPUT_DIR/clip is a whole CLIPModel for 64x64 pictures; text_encoder and tokeni
 import json
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from pictures import BACKGROUNDS, STYLES
 
 import checkpoint
 import cli
+import parallel
 from dataset import to_pixel_values
 from training import Optimizer, StepLog
 from utils import row_rng
@@ -30,8 +32,9 @@ RARE_TAG = 3  # emoji: a tag that more of them share names none of them
 STATED = {"style": 0.75, "name": 0.92, "background": 0.7}  # how often a caption has each part
 OTHER_WORD = 0.3  # of the names: a rare tag instead
 HELD_OUT_SHARE = 0.1
+NUM_PATCHES, KEPT_SHARE = 64, 0.5  # training looks at half of each picture: half the time (arXiv 2212.00794)
 NUM_CHOICES = 16  # names to choose from when retrieval is measured
-BATCH, ROW, HELD_OUT, MEASURE = 110, 111, 112, 113  # streams of random numbers
+BATCH, ROW, PATCHES, HELD_OUT, MEASURE = range(110, 115)  # streams of random numbers
 
 
 def parse_args(argv=None):
@@ -39,7 +42,7 @@ def parse_args(argv=None):
     parser = cli.make_parser(__doc__)
     parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
     parser.add_argument("--output_dir", required=True, help="folder for the result; checkpoints go to OUTPUT_DIR.work")
-    parser.add_argument("--max_train_steps", type=cli.positive_int, default=1500, help="optimizer steps")
+    parser.add_argument("--max_train_steps", type=cli.positive_int, default=2000, help="optimizer steps")
     parser.add_argument("--train_batch_size", type=cli.positive_int, default=128, help="pictures and captions a step")
     parser.add_argument("--lr", type=cli.positive_float, default=1e-3, help="learning rate; it falls as a cosine")
     parser.add_argument("--checkpointing_steps", type=cli.positive_int, default=100, help="steps between checkpoints")
@@ -99,14 +102,24 @@ def make_clip(tokenizer):
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    vision_config = {**size, "num_hidden_layers": 4, "image_size": 64, "patch_size": 8}
+    vision_config = {**size, "num_hidden_layers": 4, "image_size": 64, "patch_size": 8, "hidden_act": "gelu"}
     return CLIPModel(CLIPConfig(text_config=text_config, vision_config=vision_config, projection_dim=128))
 
 
-def embed_images(clip, pixel_values):
-    """Return the pictures' unit vectors [B, 128] of pixels [B, 3, 64, 64] in [-1, 1]."""
-    pooled = clip.vision_model(pixel_values=pixel_values).pooler_output
-    return normalized(clip.visual_projection(pooled))
+def embed_images(clip, pixel_values, kept=None):
+    """Return the pictures' unit vectors [B, 128] of pixels [B, 3, 64, 64] in [-1, 1].
+
+    kept: [B, K] numbers of the patches to look at, all where it is None.
+    """
+    import torch
+
+    vision = clip.vision_model
+    hidden_states = vision.embeddings(pixel_values)  # B, 1 + patches, 128: the class token first
+    if kept is not None:
+        index = (kept + 1)[..., None].expand(-1, -1, hidden_states.shape[-1])
+        hidden_states = torch.cat([hidden_states[:, :1], hidden_states.gather(1, index)], dim=1)
+    hidden_states = vision.encoder(inputs_embeds=vision.pre_layrnorm(hidden_states)).last_hidden_state
+    return normalized(clip.visual_projection(vision.post_layernorm(hidden_states[:, 0])))
 
 
 def embed_texts(clip, tokenizer, texts):
@@ -150,26 +163,33 @@ class Batches:
         self.counts = Counter(tag for group in self.concepts.values() for tag in group[0].tags)
 
     def batch(self, step, size):
-        """Return (pixels [B, 3, 64, 64] in [-1, 1], B captions, matches [B, B]: whether caption i fits picture j)."""
+        """Return (pixels, patches to look at, captions, matches) of a step.
+
+        [B, 3, 64, 64] in [-1, 1]; [B, K] patch numbers; B strings; [B, B], whether caption i fits picture j.
+        """
         import torch
 
         rows = [self._row(step, row, *picked) for row, picked in enumerate(self._pick(step, size))]
         shown = [(picture.style, words_of(picture), background) for picture, background, _, _ in rows]
         matches = [[fits(stated, each) for each in shown] for _, _, stated, _ in rows]
         texts = [pictures.caption(style and STYLES[style], *rest) for _, _, (style, *rest), _ in rows]
-        return torch.from_numpy(np.stack([values for *_, values in rows])), texts, torch.tensor(matches)
+        order = row_rng(self.seed, PATCHES, step, 0).random((size, NUM_PATCHES)).argsort(axis=1)
+        kept = torch.from_numpy(order[:, : int(NUM_PATCHES * KEPT_SHARE)].copy())
+        return torch.from_numpy(np.stack([values for *_, values in rows])), kept, texts, torch.tensor(matches)
 
     def _pick(self, step, size):
         """Return the (picture, background) of each row, the twins last."""
         rng = row_rng(self.seed, BATCH, step, 0)
         groups, names = list(self.concepts.values()), list(BACKGROUNDS)
         num_twins = int(size * TWIN_SHARE)
+        if size - num_twins > len(groups):
+            raise cli.BadInput(f"--train_batch_size {size} is more than the {len(groups)} emoji and their twins")
         picked = []
         for index in rng.permutation(len(groups))[: size - num_twins]:
             group = groups[index]
             picked.append((group[rng.integers(len(group))], int(rng.integers(len(names)))))
-        picked += [(picture, (place + int(rng.integers(1, len(names)))) % 10) for picture, place in picked[:num_twins]]
-        return [(picture, names[place]) for picture, place in picked]
+        picked += [(picture, place + int(rng.integers(1, len(names)))) for picture, place in picked[:num_twins]]
+        return [(picture, names[place % len(names)]) for picture, place in picked]
 
     def _row(self, step, row, picture, background):
         """Return (picture, background, what the caption states, pixels)."""
@@ -266,13 +286,14 @@ def train(clip, tokenizer, batches, args, work_dir):
     schedule = ("cosine", 50, args.max_train_steps)
     optimizer = Optimizer(clip.parameters(), args.lr, 0.05, 1.0, False, torch.device("cpu"), schedule)
     if folder:
-        checkpoint.restore_optimizer(folder, {"clip": clip}, optimizer.adamw)
+        parallel.restore_optimizer(folder, {"clip": clip}, optimizer.adamw)
+    write = partial(parallel.write_state, modules={"clip": clip}, optimizer=optimizer.adamw)
     log, mean_loss, mean_accuracy = StepLog(work_dir, step), None, None
     with cli.Progress("clip", args.max_train_steps, "steps", initial=step) as progress:
         while step < args.max_train_steps:
-            pixel_values, texts, matches = batches.batch(step, args.train_batch_size)
+            pixel_values, kept, texts, matches = batches.batch(step, args.train_batch_size)
             scale = clip.logit_scale.clamp(max=np.log(100)).exp()
-            logits = scale * embed_texts(clip, tokenizer, texts) @ embed_images(clip, pixel_values).T
+            logits = scale * embed_texts(clip, tokenizer, texts) @ embed_images(clip, pixel_values, kept).T
             loss, accuracy = contrastive_loss(logits, matches)
             loss.backward()
             grad_norm = optimizer.step(step)
@@ -283,7 +304,7 @@ def train(clip, tokenizer, batches, args, work_dir):
             if step % 20 == 0:
                 log.write(step, loss=loss.item(), accuracy=accuracy.item(), grad_norm=grad_norm.item())
             if step % args.checkpointing_steps == 0 or step == args.max_train_steps:
-                checkpoint.save_checkpoint(work_dir, step, {"clip": clip}, optimizer.adamw, {}, keep=2)
+                checkpoint.save_checkpoint(work_dir, step, write, {}, keep=2)
     log.close()
     return clip
 

@@ -8,6 +8,7 @@ Whole emoji of three styles on random colours, and a third of crops of photograp
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 
 import checkpoint
 import cli
+import parallel
 from dataset import to_pixel_values
 from training import Optimizer, StepLog
 from utils import row_rng
@@ -132,7 +134,8 @@ def main(args):
     schedule = ("cosine", 100, args.max_train_steps)
     optimizer = Optimizer(vae.parameters(), args.lr, 1e-4, 1.0, False, torch.device("cpu"), schedule)
     if folder:
-        checkpoint.restore_optimizer(folder, {"vae": vae}, optimizer.adamw)
+        parallel.restore_optimizer(folder, {"vae": vae}, optimizer.adamw)
+    write = partial(parallel.write_state, modules={"vae": vae}, optimizer=optimizer.adamw)
     pixels, log, mean_mse = Pixels(args.cache_dir, args.seed), StepLog(work_dir, step), 0.05
     with cli.Progress("vae", args.max_train_steps, "steps", initial=step) as progress:
         while step < args.max_train_steps:
@@ -148,7 +151,7 @@ def main(args):
             if step % 50 == 0:
                 log.write(step, loss=loss.item(), psnr=psnr, grad_norm=grad_norm.item())
             if step % args.checkpointing_steps == 0 or step == args.max_train_steps:
-                checkpoint.save_checkpoint(work_dir, step, {"vae": vae}, optimizer.adamw, {}, keep=2)
+                checkpoint.save_checkpoint(work_dir, step, write, {}, keep=2)
     vae.register_to_config(scaling_factor=1 / latents_std(vae.eval(), args.cache_dir, args.seed))
     with checkpoint.staging(output_dir) as beside:
         vae.save_pretrained(beside)

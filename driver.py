@@ -1,0 +1,144 @@
+"""The driver's side of a training: is it done, where does it work, start its workers and show their log."""
+
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import checkpoint
+from cli import BadInput, Progress, Stopped, as_tool_error, stop_file
+from cluster import share_resources, start_ray
+from training import LOG, STOP, read_log
+
+RECORD = "run.json"  # the settings and the number of workers of the run in a work folder
+
+
+def is_finished(output_dir, settings, steps, overwrite):
+    """Return whether `output_dir` holds the result of these settings; raise BadInput where it holds something else."""
+    output_dir = Path(output_dir)
+    manifest = checkpoint.read_manifest(output_dir) or {}
+    if manifest.get("settings") == settings and manifest.get("step") == steps:
+        return True
+    if overwrite or not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
+        return False
+    if not manifest:
+        raise BadInput(f"--output_dir {output_dir} is in the way: not a whole result of ours; another, or --overwrite")
+    checkpoint.check_same_settings(settings, manifest.get("settings", {}), f"--output_dir {output_dir}")
+    if manifest["step"] > steps:
+        raise BadInput(f"--output_dir {output_dir} is trained for {manifest['step']} steps, more than {steps}")
+    return False
+
+
+def open_work_dir(work_dir, settings, num_workers, overwrite):
+    """Make `work_dir` the one of this run: kept where its settings are the same, emptied where nothing is lost."""
+    work_dir = Path(work_dir)
+    earlier = checkpoint.read_json(work_dir / RECORD).get("settings")
+    if earlier not in (None, settings):
+        if checkpoint.list_checkpoints(work_dir) and not overwrite:
+            checkpoint.check_same_settings(settings, earlier, f"--work_dir {work_dir}")
+        checkpoint.empty_folder(work_dir)
+    checkpoint.write_json(work_dir / RECORD, {"settings": settings, "num_workers": num_workers})
+
+
+def recorded_workers(work_dir):
+    """Return the number of workers of the run in `work_dir`, None where there is none: it goes on with as many."""
+    return checkpoint.read_json(Path(work_dir) / RECORD).get("num_workers")
+
+
+def run_workers(train_loop, config, address=None, cpus_per_worker=None, gpus_per_worker=None, max_failures=0):
+    """Run `train_loop(config)` on config["num_workers"] workers, show its log, and return what rank 0 returns.
+
+    0 workers: this process, without Ray. A signal makes the workers save and stop; then Stopped is raised.
+    config: plain JSON values, with "num_workers", "work_dir" and "max_train_steps".
+    """
+    work_dir = Path(config["work_dir"])
+    if config["num_workers"] == 0:
+        fit = train_loop
+    else:
+        cpus, gpus = share_resources(start_ray(address), config["num_workers"], cpus_per_worker, gpus_per_worker)
+        config = {**config, "num_threads": max(1, int(cpus))}
+        if config.get("pool", {}).get("num_workers"):
+            cpus /= 2  # the other half is for those who read their data
+        fit = _make_trainer(_guard(train_loop), work_dir / "ray", config["num_workers"], cpus, gpus, max_failures)
+    with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(1) as pool:
+        future = pool.submit(fit, config)  # off the main thread, where Ray would take SIGINT for itself
+        _follow(work_dir / LOG, config["max_train_steps"], future)
+        result = future.result()
+    if "error" in result:
+        raise result["error"]
+    shutil.rmtree(work_dir / "ray", ignore_errors=True)
+    if result["stopped"] and signals:
+        raise Stopped(signals[0])
+    return result
+
+
+def _guard(train_loop):
+    """Return a `train_loop` that returns a ToolError as a result: Ray would start the workers again for it."""
+
+    def guarded(config):
+        try:
+            return train_loop(config)
+        except Exception as error:
+            known = as_tool_error(error)
+            if known is None:
+                raise
+            return {"error": known}
+
+    return guarded
+
+
+def _make_trainer(train_loop, storage_path, num_workers, cpus, gpus, max_failures):
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def fit(config):
+        shutil.rmtree(storage_path, ignore_errors=True)
+        trainer = TorchTrainer(
+            train_loop,
+            train_loop_config=config,
+            scaling_config=ScalingConfig(
+                num_workers=num_workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, "GPU": gpus}
+            ),
+            # The name is new each time: our checkpoints say where a run continues, not Ray's record of it.
+            run_config=RunConfig(
+                name=f"run-{time.time_ns()}",
+                storage_path=str(storage_path),
+                failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=max_failures),
+            ),
+        )
+        return trainer.fit().return_value
+
+    return fit
+
+
+def _follow(log_path, total, future):
+    """Show the lines of log.jsonl as they come, until the future is done."""
+    progress = None
+    done = False
+    while not done:
+        done = future.done() or bool(wait([future], timeout=0.2).done)
+        lines = read_log(log_path)
+        if not lines:
+            continue
+        last = lines[-1]
+        if progress is None:
+            progress = Progress("train", total, "steps", initial=last["step"])
+        figures = {name: f"{last[name]:.4g}" for name in ("loss", "grad_norm") if last[name] is not None}
+        if last["step"] != progress.done or done:
+            progress.update(last["step"] - progress.done, **figures)
+    if progress:
+        progress.close()
+
+
+def steps_of(num_epochs, pairs_per_epoch, pairs_per_step):
+    """Return the optimizer steps of some epochs; the last step runs into the next epoch rather than be short."""
+    return -(-num_epochs * pairs_per_epoch // pairs_per_step)
+
+
+def check_batch(count, per_step, flag, unit="images"):
+    """Raise BadInput where a folder holds fewer images, or rows, than one global batch takes."""
+    if count < per_step:
+        raise BadInput(
+            f"{flag} holds {count} {unit}, a step takes {per_step} (batch x accumulation x workers): "
+            "get more, or take a smaller batch"
+        )

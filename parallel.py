@@ -1,0 +1,221 @@
+"""The weights of a training over its workers: DDP or FSDP, their average over the steps, and what a checkpoint holds.
+
+Under FSDP each worker writes and reads its own share of whole tensors, in the layout of the model hub's sharded files:
+a checkpoint opens under any number of workers, and in Diffusers as it is.
+"""
+
+import contextlib
+import itertools
+import json
+from pathlib import Path
+
+from cli import CheckFailed
+
+WEIGHTS = "diffusion_pytorch_model"  # Diffusers' name of a module's files
+SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DDP and FSDP
+
+
+def wrap(module, place, strategy="ddp", sharding="FULL_SHARD", dtype=None):
+    """Return what is called to train `module` on all workers; FSDP shards it in place. One worker needs neither.
+
+    dtype: in which FSDP gathers weights and computes; gradients are reduced in float32.
+    """
+    import torch
+
+    if place.world_size == 1:
+        return module
+    if strategy == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options = {
+        "mesh": make_mesh(place, sharding),
+        "reshard_after_forward": sharding in ("FULL_SHARD", "HYBRID_SHARD"),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+    }
+    blocks = [*module.down_blocks, module.mid_block, *module.up_blocks]
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    for block, following in itertools.pairwise(blocks):  # gather the next block's weights meanwhile
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    return module
+
+
+def make_mesh(place, sharding):
+    """Return the device mesh of a sharding: weights are split along its last dimension, repeated along the first."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shards = {"NO_SHARD": 1, "HYBRID_SHARD": place.local_world_size}.get(sharding)
+    if shards is None:
+        return init_device_mesh(place.device.type, (place.world_size,))
+    shape = (place.world_size // shards, shards)
+    return init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+@contextlib.contextmanager
+def no_sync(model):
+    """Keep gradients on each worker: those of a step are averaged with its last batch."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync():
+            yield
+
+
+def is_sharded(module):
+    """Return whether the weights are spread over the workers by FSDP."""
+    return hasattr(next(module.parameters()), "device_mesh")
+
+
+def _local(tensors):
+    """Return this worker's part of each tensor: memory of the tensors themselves."""
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
+def place_like(tensor, parameter):
+    """Return a whole tensor as this worker holds `parameter`: the same part, device and memory layout."""
+    import torch
+
+    if tensor.shape != parameter.shape:
+        return tensor.clone()
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        tensor = tensor.to(parameter.device)
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+
+
+class Ema:
+    """The exponential moving average of some parameters (arXiv 2006.11239, section 4), in their own parts and type.
+
+    Step n averages with min(decay, (1 + n) / (10 + n)), so that the first weights are soon forgotten.
+    """
+
+    def __init__(self, parameters, decay):
+        self.parameters, self.decay = list(parameters), decay
+        self.averages = [parameter.detach().clone() for parameter in self.parameters]
+
+    def update(self, step):
+        """Take in the weights after `step` steps."""
+        import torch
+
+        decay = min(self.decay, (1 + step) / (10 + step))
+        with torch.no_grad():
+            torch._foreach_lerp_(_local(self.averages), _local(self.parameters), 1 - decay)
+
+    @contextlib.contextmanager
+    def in_place(self):
+        """Let the model hold the averages for a while."""
+        import torch
+
+        kept = [tensor.clone() for tensor in _local(self.parameters)]
+        with torch.no_grad():
+            torch._foreach_copy_(_local(self.parameters), _local(self.averages))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(_local(self.parameters), kept)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a checkpoint holds
+
+
+def named_parameters(modules):
+    """Yield (name, parameter) of the trainable weights of {"unet": module, ...}."""
+    for folder, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                yield f"{folder}.{name}", parameter
+
+
+def write_state(folder, modules, optimizer, place=None):
+    """Write modules and optimizer, {"unet": module, ...} of Diffusers or Transformers modules, each in its folder.
+
+    place: of this worker, where FSDP shards the modules; all workers call this.
+    """
+    for name, module in modules.items():
+        write_module(Path(folder) / name, module, place)
+    tensors = {
+        f"{name}:{key}": value
+        for name, parameter in named_parameters(modules)
+        for key, value in optimizer.state[parameter].items()
+    }
+    write_share(folder, "optimizer", tensors, place)
+
+
+def write_module(folder, module, place=None):
+    """Write a module as Diffusers does; one that is sharded as this worker's share, from all workers."""
+    if not is_sharded(module):
+        return module.save_pretrained(folder, safe_serialization=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if place.rank == 0:
+        module.save_config(folder)
+    return write_share(folder, WEIGHTS, module.state_dict(), place)
+
+
+def write_share(folder, stem, tensors, place=None):
+    """Write every n-th of some named tensors as this worker's file of n; the first writes the index of them all.
+
+    A tensor that is spread over the workers is gathered for it; where none is, there is one file.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    if not any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
+        return save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{stem}.safetensors"
+        )
+    share, index, size = {}, {}, 0
+    for number, (name, tensor) in enumerate(tensors.items()):
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        writer = number % place.world_size
+        index[name] = f"{stem}-{writer + 1:05d}-of-{place.world_size:05d}.safetensors"
+        size += whole.nbytes
+        if writer == place.rank:
+            share[name] = whole.cpu().contiguous()
+    name = f"{stem}-{place.rank + 1:05d}-of-{place.world_size:05d}.safetensors"
+    save_file(share, folder / name, metadata={"format": "pt"})
+    if place.rank == 0:
+        facts = {"metadata": {"total_size": size}, "weight_map": index}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
+    return None
+
+
+def read_shares(folder, stem):
+    """Return the named tensors of all workers' files, whole."""
+    from safetensors.torch import load_file
+
+    tensors = {}
+    for path in sorted(Path(folder).glob(f"{stem}*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def restore_optimizer(folder, modules, optimizer):
+    """Put the optimizer's state of a checkpoint back, under whatever number of workers wrote it."""
+    tensors = read_shares(folder, "optimizer")
+    state = {}
+    for name, parameter in named_parameters(modules):
+        found = {key.rpartition(":")[2]: key for key in tensors if key.rpartition(":")[0] == name}
+        if not found:
+            raise CheckFailed(f"{folder}/optimizer.safetensors has no state of {name}: remove this checkpoint")
+        state[parameter] = {key: place_like(tensors[full], parameter) for key, full in found.items()}
+    optimizer.state.update(state)
+
+
+def restore_averages(folder, module, ema):
+    """Put the averages of a checkpoint's module back."""
+    tensors = read_shares(folder, WEIGHTS)
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    ema.averages = [place_like(tensors[name], parameter) for name, parameter in zip(names, ema.parameters, strict=True)]
