@@ -73,7 +73,8 @@ def main(args):
     settings = {"rows_per_picture": args.rows_per_picture, "seed": args.seed}
     manifest = checkpoint.read_manifest(output_dir)
     if manifest:
-        checkpoint.check_same_settings(settings, manifest.get("settings", {}), f"--output_dir {output_dir}")
+        if manifest.get("settings") != settings:
+            raise cli.BadInput(f"--output_dir {output_dir} holds rows of other settings: remove it, or choose another")
         return cli.print_result(output_dir=str(output_dir), rows=manifest["rows"], drawn=0)
     drawn = [picture for picture in pictures.load_pictures(args.cache_dir, ("fluent",)) if pictures.is_drawn(picture)]
     num_rows = len(drawn) * args.rows_per_picture

@@ -1,7 +1,7 @@
 """Train the CLIP and the tokenizer of the embedded model: 64x64 pixels, 32 tokens, 1.8 million weights.
 
-Emoji of three styles on ten colours, and captions of them. Run it again to continue. OUTPUT_DIR/clip is a whole CLIPModel;
-text_encoder and tokenizer are what the pipeline takes of it.
+Emoji of three styles on ten colours, and captions of them. Run it again to continue.
+OUTPUT_DIR/clip is a whole CLIPModel; text_encoder and tokenizer are what the pipeline takes of it.
 
     PYTHONPATH=. python recipes/emoji/train_clip.py --output_dir data/emoji/clip --max_train_steps 5
     PYTHONPATH=. python recipes/emoji/train_clip.py --output_dir data/emoji/clip
