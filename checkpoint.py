@@ -116,7 +116,9 @@ def publish(folder, target, **facts):
     """
     folder, target = Path(folder), Path(target)
     files = {}
+    os.umask(umask := os.umask(0))
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        path.chmod(0o666 & ~umask)  # safetensors writes files that others may not read
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
         _sync(path)
     write_json(folder / MANIFEST, {**facts, "files": files})

@@ -155,41 +155,41 @@ def write_state(folder, modules, optimizer, place=None):
 
 
 def write_module(folder, module, place=None):
-    """Write a module as Diffusers does; one that is sharded as this worker's share, from all workers."""
-    if not is_sharded(module):
-        return module.save_pretrained(folder, safe_serialization=True)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    if place.rank == 0:
-        module.save_config(folder)
-    return write_share(folder, WEIGHTS, module.state_dict(), place)
+    """Write a module as Diffusers does; of one that is sharded this worker's share, and all workers call this."""
+    if is_sharded(module):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if place.rank == 0:
+            module.save_config(folder)
+        write_share(folder, WEIGHTS, module.state_dict(), place)
+    else:
+        module.save_pretrained(folder, safe_serialization=True)
 
 
 def write_share(folder, stem, tensors, place=None):
-    """Write every n-th of some named tensors as this worker's file of n; the first writes the index of them all.
+    """Write this worker's share of some named tensors as one file of as many as there are workers, with an index.
 
-    A tensor that is spread over the workers is gathered for it; where none is, there is one file.
+    A tensor that is spread over the workers is gathered for it; where none is, there is one file and no index.
     """
     from safetensors.torch import save_file
 
     folder = Path(folder)
     if not any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
-        return save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{stem}.safetensors"
-        )
-    share, index, size = {}, {}, 0
-    for number, (name, tensor) in enumerate(tensors.items()):
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, folder / f"{stem}.safetensors")
+        return
+    files = [f"{stem}-{rank + 1:05d}-of-{place.world_size:05d}.safetensors" for rank in range(place.world_size)]
+    share, index, sizes = {}, {}, dict.fromkeys(files, 0)
+    for name, tensor in tensors.items():
+        file = min(sizes, key=sizes.get)  # all workers choose the same
+        sizes[file] += tensor.nbytes
+        index[name] = file
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        writer = number % place.world_size
-        index[name] = f"{stem}-{writer + 1:05d}-of-{place.world_size:05d}.safetensors"
-        size += whole.nbytes
-        if writer == place.rank:
+        if file == files[place.rank]:
             share[name] = whole.cpu().contiguous()
-    name = f"{stem}-{place.rank + 1:05d}-of-{place.world_size:05d}.safetensors"
-    save_file(share, folder / name, metadata={"format": "pt"})
+    save_file(share, folder / files[place.rank], metadata={"format": "pt"})
     if place.rank == 0:
-        facts = {"metadata": {"total_size": size}, "weight_map": index}
+        facts = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
-    return None
 
 
 def read_shares(folder, stem):
