@@ -198,6 +198,11 @@ def add_compute_flags(group):
     )
 
 
+def placement(args):
+    """Return the flags that say where on Ray something runs, as map_on_actors and run_workers take them."""
+    return {name: getattr(args, name) for name in ("address", "cpus_per_worker", "gpus_per_worker")}
+
+
 def positive_int(text):
     """Parse a flag's value as an int of at least 1."""
     return _at_least(int, text, 1)

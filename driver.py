@@ -6,11 +6,31 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import checkpoint
-from cli import BadInput, Progress, Stopped, as_tool_error, stop_file
+from cli import BadInput, Progress, Stopped, as_tool_error, print_result, say, stop_file
 from cluster import share_resources, start_ray
 from training import LOG, STOP, read_log
 
 RECORD = "run.json"  # the settings and the number of workers of the run in a work folder
+
+
+def run_training(args, settings, plan_steps, train):
+    """Train for `plan_steps(num_workers)` steps with `train(steps, num_workers)`, unless it is done; print the result.
+
+    Without --num_workers it is those of the run that continues, or one for each GPU, or one.
+    """
+    num_workers = recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
+    if num_workers is None:
+        num_workers = int(start_ray(args.address).get("GPU", 0)) or 1
+    steps = plan_steps(num_workers)
+    if is_finished(args.output_dir, settings, steps, args.overwrite):
+        say(f"{args.output_dir} is trained for {steps} steps already")
+        print_result(output_dir=args.output_dir, steps=steps, trained=0)
+        return
+    with checkpoint.lock(Path(args.work_dir) / ".lock"):
+        checkpoint.recover(args.output_dir)
+        open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
+        result = train(steps, num_workers)
+    print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
 
 
 def is_finished(output_dir, settings, steps, overwrite):

@@ -14,7 +14,7 @@ from checkpoint import digest_files
 from cli import BadInput, CheckFailed
 from dataset import scale_pixels
 from model_folder import pixel_factor, read_config
-from storage import Folder, read_footer
+from storage import Folder, open_parquet, read_footer
 
 METADATA = "metadata.json"
 RECORD = "run.json"  # the settings of an unfinished data set
@@ -106,18 +106,24 @@ def to_parquet(chunk, columns):
 def from_column(column, shape, place):
     """Return a column as float32 [n, *shape], whatever list or tensor type holds its numbers.
 
-    Raises CheckFailed where there are nulls or other numbers of values.
+    Raises CheckFailed where there are nulls, rows of several sizes, or another shape.
     """
     import pyarrow as pa
 
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     count, nulls = len(array), array.null_count
+    sides, tensor = [], None  # of nested lists; the shape of a tensor
     while not pa.types.is_floating(array.type):
         if isinstance(array, pa.ExtensionArray):
-            array = array.storage
-        elif pa.types.is_struct(array.type):  # a tensor of Ray Data whose rows may differ in shape
-            array = array.field("data")
-        elif hasattr(array, "flatten") and array.type.num_fields:
+            tensor, array = getattr(array.type, "shape", None), array.storage
+        elif pa.types.is_struct(array.type) and {"data", "shape"} <= set(array.type.names):
+            # A tensor of Ray Data whose rows may differ in shape.
+            tensor, array = next(iter(array.field("shape").to_pylist()), None), array.field("data")
+        elif hasattr(array, "value_lengths"):
+            lengths = array.value_lengths().drop_null().unique()
+            if len(lengths) > 1:
+                raise CheckFailed(f"{place} holds rows of several sizes: leave out those that are not {shape}")
+            sides += lengths.to_pylist()
             array = array.flatten()
         else:
             raise CheckFailed(f"{place} holds {array.type}, not numbers: give another column")
@@ -125,6 +131,8 @@ def from_column(column, shape, place):
     if nulls:
         raise CheckFailed(f"{place} is null in {nulls} places: leave those rows out")
     values = array.to_numpy(zero_copy_only=False).astype(np.float32)
+    if len(found := tuple(tensor or sides)) > 1 and found != tuple(shape):
+        raise CheckFailed(f"{place} holds rows of shape {found}, the model takes {shape}")
     if values.size != count * int(np.prod(shape)):
         raise CheckFailed(f"{place} holds {values.size // max(count, 1)} values a row, the model takes {shape}")
     if not np.isfinite(values).all():
@@ -176,13 +184,11 @@ class LatentFiles:
 
     def __call__(self, item):
         """Yield {"mean", "std", "prompt"} of a piece {"chunk", "first", "last"}; std is absent where prescaled."""
-        import pyarrow.parquet as pq
-
         name, group, _ = self.chunks[item["chunk"]]
         columns = {"mean": self.image_column, "std": f"{self.image_column}_std", "prompt": self.caption_column}
         if self.prescaled:
             del columns["std"]
-        with Folder(self.location).open(name) as file, pq.ParquetFile(file) as parquet:
+        with open_parquet(Folder(self.location), name) as parquet:
             table = parquet.read_row_group(group, columns=list(columns.values()))
         table = table.slice(item["first"], item["last"] - item["first"])
         shapes = {"prompt": self.caption_shape}

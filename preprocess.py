@@ -116,10 +116,10 @@ def encode_all(args, folder, sources):
         "batch_size": args.encoding_batch_size,
         "mixed_precision": args.mixed_precision,
     }
-    place = {name: getattr(args, name) for name in ("num_workers", "address", "cpus_per_worker", "gpus_per_worker")}
     prepare = partial(load_chunks, loader=loader, rows_per_file=args.rows_per_file)
+    results = map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
     with Progress("preprocess", total, "rows", initial=good + len(bad)) as progress:
-        for result in map_on_actors(PartWriter, options, items, prepare=prepare, **place):
+        for result in results:
             good, bad = good + result["rows"], bad + result["bad"]
             progress.update(result["rows"] + len(result["bad"]), bad=len(bad))
             if good + len(bad) >= EARLY:

@@ -22,7 +22,7 @@ import cli
 import driver
 import parallel
 import training
-from cli import BadInput, say
+from cli import BadInput
 from cluster import start_ray
 from latents import LatentFiles, open_latents
 from model_card import pretraining_card, publish_pipeline
@@ -314,6 +314,21 @@ def share_data_loading(args, num_workers):
     return {"num_workers": count, **share}
 
 
+def train(args, settings, data, steps, num_workers):
+    """Run the workers; return what rank 0 says."""
+    config = {
+        **vars(args),
+        "settings": settings,
+        "unet": settings["unet"],
+        "rows_per_step": settings["rows_per_step"],
+        "max_train_steps": steps,
+        "num_workers": num_workers,
+        "pool": share_data_loading(args, num_workers),
+        "data_options": asdict(data),
+    }
+    return driver.run_workers(train_loop, config, max_failures=args.max_failures, **cli.placement(args))
+
+
 def main(args):
     """Check everything, train, and say where the result is."""
     output_dir = Path(args.output_dir).resolve()
@@ -322,29 +337,8 @@ def main(args):
     for name in ("model_dir", "output_dir", "work_dir"):
         setattr(args, name, str(Path(getattr(args, name)).resolve()))
     settings, data = read_inputs(args)
-    num_workers = driver.recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
-    if num_workers is None:
-        num_workers = int(start_ray(args.address).get("GPU", 0)) or 1
-    steps = plan_steps(args, settings, data, num_workers)
-    if driver.is_finished(args.output_dir, settings, steps, args.overwrite):
-        say(f"{args.output_dir} is trained for {steps} steps already")
-        return cli.print_result(output_dir=args.output_dir, steps=steps, trained=0)
-    with checkpoint.lock(Path(args.work_dir) / ".lock"):
-        checkpoint.recover(args.output_dir)
-        driver.open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
-        config = {
-            **vars(args),
-            "settings": settings,
-            "unet": settings["unet"],
-            "rows_per_step": settings["rows_per_step"],
-            "max_train_steps": steps,
-            "num_workers": num_workers,
-            "pool": share_data_loading(args, num_workers),
-            "data_options": asdict(data),
-        }
-        place = {name: getattr(args, name) for name in ("address", "cpus_per_worker", "gpus_per_worker")}
-        result = driver.run_workers(train_loop, config, max_failures=args.max_failures, **place)
-    cli.print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
+    plan, work = partial(plan_steps, args, settings, data), partial(train, args, settings, data)
+    driver.run_training(args, settings, plan, work)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ A source is one unit that is read from front to back: a row group of a Parquet f
 a tar. A piece is a range of the rows of one source.
 """
 
+import contextlib
+import http.client
 import io
 import itertools
 import json
@@ -21,7 +23,7 @@ import numpy as np
 import cli
 from cli import BadInput, CheckFailed
 from dataset import READ, BadImage, crop_square, read_image
-from storage import Folder, absolute, is_remote, read_footer
+from storage import Folder, absolute, is_remote, join, open_parquet, read_footer, split
 from utils import CROP, row_rng
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "url", "image_url", "image_path", "path")
@@ -83,12 +85,12 @@ def list_sources(location, image_column=None, caption_column=None, flag="--input
     kind = Folder(location).kind()
     if kind is None:
         raise BadInput(f"{flag} {location} does not exist")
-    folder, _, only = location.rpartition("/") if kind == "file" else (location, "", None)
+    folder, only = split(location) if kind == "file" else (location, None)
     files = Folder(folder).names(".parquet", ".tar", "metadata.jsonl")
     files = {name: size for name, size in files.items() if only is None or name == only}
     kinds = {"parquet": _parquet_sources, "tar": _tar_sources, "jsonl": _jsonl_sources}
     for suffix, list_file in kinds.items():
-        found = [name for name in files if name.endswith(suffix)]
+        found = [name for name in files if name.lower().endswith(suffix)]
         if found:
             facts = [(folder, name, files[name], image_column, caption_column) for name in found]
             with ThreadPoolExecutor(FETCH_THREADS) as pool:
@@ -101,8 +103,8 @@ def list_sources(location, image_column=None, caption_column=None, flag="--input
 
 def _parquet_sources(folder, name, size, image_column, caption_column):
     columns, groups, _ = read_footer(Folder(folder), name)
-    image = _pick_column(f"{folder}/{name}", "image", image_column, IMAGE_COLUMNS, columns)
-    caption = _pick_column(f"{folder}/{name}", "caption", caption_column, CAPTION_COLUMNS, columns)
+    image = _pick_column(join(folder, name), "image", image_column, IMAGE_COLUMNS, columns)
+    caption = _pick_column(join(folder, name), "caption", caption_column, CAPTION_COLUMNS, columns)
     return [Source(folder, name, size, "parquet", i, rows, image, caption) for i, rows in groups if rows]
 
 
@@ -115,16 +117,20 @@ def _pick_column(place, what, wanted, usual, columns):
 
 
 def _jsonl_sources(folder, name, size, image_column, caption_column):
-    data = Folder(folder).read(name)
-    count = sum(1 for line in data.splitlines() if line.strip())
+    count = len(_read_lines(folder, name))
     starts = range(0, count, LINES_OF_A_SOURCE)
     columns = (image_column or "file_name", caption_column or "text")
     return [Source(folder, name, size, "jsonl", i, min(LINES_OF_A_SOURCE, count - i), *columns) for i in starts]
 
 
+def _read_lines(folder, name):
+    """Return the lines of a file as bytes: text may hold other line ends, U+2028 say, inside a line."""
+    return [line for line in Folder(folder).read(name).splitlines() if line.strip()]
+
+
 def _tar_sources(folder, name, size, image_column, caption_column):
     with Folder(folder).open(name) as file:
-        count = sum(1 for _ in _tar_samples(f"{folder}/{name}", file, load=False))
+        count = sum(1 for _ in _tar_samples(join(folder, name), file, load=False))
     return [Source(folder, name, size, "tar", 0, count, image_column or "", caption_column or "")] if count else []
 
 
@@ -141,9 +147,7 @@ def read_rows(source, first, count):
 
 
 def _parquet_rows(source):
-    import pyarrow.parquet as pq
-
-    with Folder(source.folder).open(source.name) as file, pq.ParquetFile(file) as parquet:
+    with open_parquet(Folder(source.folder), source.name) as parquet:
         columns = list(dict.fromkeys((source.image_column, source.caption_column)))
         for batch in parquet.iter_batches(64, row_groups=[source.first], columns=columns):
             for row in batch.to_pylist():
@@ -154,26 +158,27 @@ def _parquet_rows(source):
 
 
 def _jsonl_rows(source):
-    lines = [line for line in Folder(source.folder).read(source.name).decode().splitlines() if line.strip()]
     below = source.name.rpartition("/")[0]
-    for line in lines[source.first : source.first + source.num_rows]:
+    for line in _read_lines(source.folder, source.name)[source.first : source.first + source.num_rows]:
         try:
             row = json.loads(line)
             name = row[source.image_column]
         except (ValueError, KeyError, TypeError):
             yield {"image": None, "caption": None}
             continue
-        yield {"image": f"{below}/{name}" if below else name, "caption": row.get(source.caption_column)}
+        yield {"image": f"{below}/{name}" if below and name else name, "caption": row.get(source.caption_column)}
 
 
 def _tar_rows(source):
     with Folder(source.folder).open(source.name) as file:
-        for sample in _tar_samples(f"{source.folder}/{source.name}", file):
+        for sample in _tar_samples(join(source.folder, source.name), file):
             suffixes = [source.image_column] if source.image_column else [name for name in sample if f".{name}" in READ]
             caption = sample.get(source.caption_column or "txt")
             if caption is None and "json" in sample:
-                facts = json.loads(sample["json"])
-                caption = next((facts[name] for name in CAPTION_COLUMNS if facts.get(name)), None)
+                names = [source.caption_column] if source.caption_column else CAPTION_COLUMNS
+                with contextlib.suppress(ValueError, AttributeError):  # no JSON, or no object: no caption
+                    facts = json.loads(sample["json"])
+                    caption = next((facts[name] for name in names if facts.get(name)), None)
             caption = caption.decode(errors="replace").strip() if isinstance(caption, bytes) else caption
             yield {"image": next((sample[name] for name in suffixes if name in sample), None), "caption": caption}
 
@@ -190,7 +195,10 @@ def _tar_samples(place, file, load=True):
                     member.name[len(_sample_key(member)) + 1 :].lower(): tar.extractfile(member).read() if load else b""
                     for member in group
                 }
-    except tarfile.TarError as error:
+            file.seek(tar.offset)
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
+                raise tarfile.ReadError("no member where one should begin")
+    except (tarfile.TarError, OSError) as error:
         raise CheckFailed(f"{place} is damaged ({error}): make it again") from None
 
 
@@ -241,7 +249,7 @@ class Loader:
         """Return the crops of one row, or the reason that there are none."""
         if not isinstance(row["caption"], str):
             return "no caption"
-        if not row["image"]:
+        if not row["image"] or not isinstance(row["image"], (bytes, str)):
             return "no image"
         try:
             data = row["image"] if isinstance(row["image"], bytes) else self._fetch(source, row["image"])
@@ -259,14 +267,14 @@ class Loader:
             return self._fetch_url(address)
         try:
             if is_remote(address):
-                folder, _, name = address.rpartition("/")
+                folder, name = split(address)
                 data = Folder(folder).read(name)
             else:
                 if ".." in address.split("/"):
                     raise BadImage("a path that leaves its folder")
                 folder = "" if address.startswith("/") and not is_remote(source.folder) else source.folder
                 data = Folder(folder or "/").read(address.lstrip("/"))
-        except (BadInput, OSError) as error:
+        except (BadInput, OSError, ValueError) as error:  # ValueError: no name of a file
             raise BadImage(f"cannot be read: {error}") from None
         if data is None:
             raise BadImage("file not found")
@@ -282,7 +290,7 @@ class Loader:
                 reason = f"HTTP {error.code}"
                 if error.code < 500 and error.code != 429:
                     break
-            except (OSError, ValueError, urllib.error.URLError, EOFError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 reason = str(getattr(error, "reason", None) or error) or type(error).__name__
         raise BadImage(f"cannot be fetched: {reason}")
 
@@ -298,4 +306,6 @@ class Loader:
                     raise TimeoutError(f"slower than {self.timeout:g} s")
                 if data.tell() > LARGEST_FILE:
                     raise BadImage(f"more than {LARGEST_FILE >> 20} MiB")
+            if response.length:
+                raise ConnectionError(f"cut short by {response.length} bytes")
         return data.getvalue()

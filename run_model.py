@@ -23,6 +23,7 @@ from cli import (
     add_shared_flags,
     make_parser,
     non_negative_float,
+    placement,
     pool_size,
     positive_int,
     print_result,
@@ -252,11 +253,10 @@ def draw_missing(args, missing, records):
         "safety_checker": not args.no_safety_checker,
     }
     items = make_items(missing, args.batch_size)
-    pool = {name: getattr(args, name) for name in ("num_workers", "address", "cpus_per_worker", "gpus_per_worker")}
     flagged = []
     try:
         with Progress("draw", len(missing), "images") as progress:
-            for result in map_on_actors(ImageDrawer, options, items, **pool):
+            for result in map_on_actors(ImageDrawer, options, items, num_workers=args.num_workers, **placement(args)):
                 drawn = json.loads(result["records"])
                 records.update({record["file_name"]: record for record in drawn})
                 flagged += json.loads(result["flagged"])

@@ -23,6 +23,19 @@ def absolute(location):
     return location if is_remote(location) else str(Path(location).resolve())
 
 
+def split(location):
+    """Return (folder, name) of a file; a URI's options stay with its folder."""
+    path, *options = str(location).split("?", 1) if is_remote(location) else (str(location),)
+    folder, _, name = path.rpartition("/")
+    return "?".join([folder or "/", *options]), name
+
+
+def join(folder, name):
+    """Return the location of a file in a folder; a URI's options stay at its end."""
+    path, *options = folder.split("?", 1) if is_remote(folder) else (folder,)
+    return "?".join([f"{path}/{name}", *options])
+
+
 class Folder:
     """A folder by path or URI; names in it are relative, with `/`. A URI's options: s3://bucket/data?region=eu-west-1."""
 
@@ -95,6 +108,15 @@ def _open_filesystem(location):
 
     if not is_remote(location):
         return pyarrow.fs.LocalFileSystem(), str(Path(location).resolve())
+    try:
+        return _open_store(location)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{location} is no URI of a store ({error}): take s3://bucket/folder?region=...") from None
+
+
+def _open_store(location):
+    import pyarrow.fs
+
     parts = urllib.parse.urlsplit(location)
     path = f"{parts.netloc}{parts.path}".rstrip("/")
     options = dict(urllib.parse.parse_qsl(parts.query))
@@ -121,15 +143,22 @@ def _open_filesystem(location):
     ), path
 
 
-def read_footer(folder, name):
-    """Return (columns, [[row group, rows]], bad rows) of a Parquet file; only its end is read."""
+@contextlib.contextmanager
+def open_parquet(folder, name):
+    """Give the pq.ParquetFile of a folder's file; raise CheckFailed where reading finds it damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with folder.open(name) as file, pq.ParquetFile(file) as parquet:
-            groups = [[i, parquet.metadata.row_group(i).num_rows] for i in range(parquet.num_row_groups)]
-            bad = json.loads((parquet.schema_arrow.metadata or {}).get(b"bad_rows", "[]"))
-            return parquet.schema_arrow.names, groups, bad
-    except pa.ArrowInvalid as error:
-        raise CheckFailed(f"{folder.location}/{name} is damaged ({error}): make it again") from None
+            yield parquet
+    except (pa.ArrowInvalid, OSError) as error:
+        raise CheckFailed(f"{join(folder.location, name)} is damaged ({error}): make it again") from None
+
+
+def read_footer(folder, name):
+    """Return (columns, [[row group, rows]], bad rows) of a Parquet file; only its end is read."""
+    with open_parquet(folder, name) as parquet:
+        groups = [[i, parquet.metadata.row_group(i).num_rows] for i in range(parquet.num_row_groups)]
+        bad = json.loads((parquet.schema_arrow.metadata or {}).get(b"bad_rows", "[]"))
+        return parquet.schema_arrow.names, groups, bad

@@ -20,8 +20,7 @@ import cli
 import driver
 import parallel
 import training
-from cli import BadInput, say
-from cluster import start_ray
+from cli import BadInput
 from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
 from model_card import dreambooth_card, publish_pipeline
 from model_folder import check_pipeline, check_resolution, model_resolution, read_config, tokenize
@@ -268,9 +267,8 @@ def train(args, settings, steps, num_workers):
     prompt_ids = tokenize(args.model_dir, [args.instance_prompt, args.class_prompt or ""])
     posteriors_dir = str(Path(args.work_dir) / "posteriors")
     encoder_options = {name: getattr(args, name) for name in ("model_dir", "resolution", "random_crop", "random_flip")}
-    place = {name: getattr(args, name) for name in ("address", "cpus_per_worker", "gpus_per_worker")}
     encoder_options["seed"] = args.seed
-    cache_posteriors(posteriors_dir, pairs, *images, encoder_options, num_workers=num_workers, **place)
+    cache_posteriors(posteriors_dir, pairs, *images, encoder_options, num_workers=num_workers, **cli.placement(args))
     config = {
         **vars(args),
         "settings": settings,
@@ -281,7 +279,7 @@ def train(args, settings, steps, num_workers):
         "posteriors_dir": posteriors_dir,
         "pairs": asdict(pairs),
     }
-    return driver.run_workers(train_loop, config, max_failures=args.max_failures, **place)
+    return driver.run_workers(train_loop, config, max_failures=args.max_failures, **cli.placement(args))
 
 
 def main(args):
@@ -292,18 +290,8 @@ def main(args):
     for name in ("model_dir", "output_dir", "work_dir", "instance_images_dir", "class_images_dir"):
         setattr(args, name, getattr(args, name) and str(Path(getattr(args, name)).resolve()))
     settings = read_inputs(args)
-    num_workers = driver.recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
-    if num_workers is None:
-        num_workers = int(start_ray(args.address).get("GPU", 0)) or 1
-    steps = plan_steps(args, settings, num_workers)
-    if driver.is_finished(args.output_dir, settings, steps, args.overwrite):
-        say(f"{args.output_dir} is trained for {steps} steps already")
-        return cli.print_result(output_dir=args.output_dir, steps=steps, trained=0)
-    with checkpoint.lock(Path(args.work_dir) / ".lock"):
-        checkpoint.recover(args.output_dir)
-        driver.open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
-        result = train(args, settings, steps, num_workers)
-    cli.print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
+    plan, work = partial(plan_steps, args, settings), partial(train, args, settings)
+    driver.run_training(args, settings, plan, work)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,24 @@ def make_photos(folder, count, size=(24, 20), seed=0):
     return folder
 
 
+def make_raw_data(folder, count, num_captions=5):
+    """Save `count` PNG photos of noise and a metadata.jsonl of their captions."""
+    make_photos(folder, count)
+    lines = [{"file_name": f"{i:02d}.png", "text": f"picture {i % num_captions}"} for i in range(count)]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def make_latents(folder, raw_data, model_dir, **flags):
+    """Encode raw data with preprocess.py, five rows a file."""
+    import preprocess
+
+    flags = {"input": raw_data, "model_dir": model_dir, "num_workers": 0, "rows_per_file": 5, **flags}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    preprocess.main(preprocess.parse_args([*words, "--output_dir", str(folder)]))
+    return folder
+
+
 def run_script(script, *arguments, timeout=240, **environment):
     """Run a script of the project as a person does; return the finished process with its text."""
     return subprocess.run(
@@ -126,6 +144,17 @@ def photos(tmp_path_factory):
 @pytest.fixture(scope="session")
 def class_images(tmp_path_factory):
     return make_photos(tmp_path_factory.mktemp("photos") / "class", 8, (RESOLUTION, RESOLUTION), seed=1)
+
+
+@pytest.fixture(scope="session")
+def raw_data(tmp_path_factory):
+    return make_raw_data(tmp_path_factory.mktemp("raw") / "photos", 23)
+
+
+@pytest.fixture(scope="session")
+def latents(tmp_path_factory, raw_data, tiny_model):
+    """The raw data as latents: 23 rows in five files."""
+    return make_latents(tmp_path_factory.mktemp("latents") / "set", raw_data, tiny_model)
 
 
 @pytest.fixture(scope="session")

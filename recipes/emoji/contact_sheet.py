@@ -15,6 +15,7 @@ from utils import image_seed
 
 COLUMNS, CELL, CAPTION_LINES, LINE, GAP = 4, 128, 2, 12, 4  # CELL, LINE and GAP in pixels
 FONT_SIZE = 10
+PROMPTS_FILE = Path(__file__).with_suffix(".txt")
 
 
 def parse_args(argv=None):
@@ -22,8 +23,8 @@ def parse_args(argv=None):
     parser = cli.make_parser(__doc__)
     parser.add_argument("--model_dir", required=True, help="Diffusers pipeline")
     parser.add_argument("--output", required=True, help="PNG file to write; one that is there is replaced")
-    prompts_file = Path(__file__).with_suffix(".txt").name
-    parser.add_argument("--prompts_file", help=f"text file with one prompt a line; default: {prompts_file} beside this")
+    parser.add_argument("--checkpoint", help="checkpoint of pretrain.py whose UNet draws; its ema folder draws better")
+    parser.add_argument("--prompts_file", default=str(PROMPTS_FILE), help="text file with one prompt a line")
     parser.add_argument("--num_inference_steps", type=cli.positive_int, default=30, help="denoising steps")
     parser.add_argument("--guidance_scale", type=cli.non_negative_float, default=3.0, help="classifier-free guidance")
     parser.add_argument("--seed", type=cli.seed, default=0, help="seed of the pictures")
@@ -70,35 +71,35 @@ def make_sheet(images, prompts):
     return sheet
 
 
-def draw_prompts(args, prompts):
-    """Return a picture of each prompt; its noise depends on the seed and its place in the file alone."""
-    import torch
+def draw_prompts(pipeline, prompts, seed, **sampler):
+    """Return a picture of each prompt; its noise depends on the seed and its place in the list alone."""
+    from utils import draw_images
 
-    from model_folder import check_pipeline, model_resolution
-    from utils import draw_images, load_pipeline, set_up_torch
-
-    check_pipeline(args.model_dir)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    set_up_torch(device)
-    pipeline = load_pipeline(args.model_dir, torch.float32, safety_checker=False).to(device)
-    side = model_resolution(args.model_dir)
-    names = ("num_inference_steps", "guidance_scale")
-    sampler = {"height": side, "width": side, **{name: getattr(args, name) for name in names}}
     images = []
     with cli.Progress("draw", len(prompts), "images") as progress:
         for index, prompt in enumerate(prompts):
-            images += draw_images(pipeline, prompt, [image_seed(args.seed, index)], **sampler)[0]
+            images += draw_images(pipeline, prompt, [image_seed(seed, index)], **sampler)[0]
             progress.update(1)
     return images
 
 
 def main(args):
     """Draw the pictures and write the sheet, whole or not at all."""
-    prompts = read_prompts(args.prompts_file or Path(__file__).with_suffix(".txt"))
+    import torch
+
+    from model_folder import check_pipeline
+    from utils import load_pipeline, set_up_torch
+
+    prompts = read_prompts(args.prompts_file)
     output = Path(args.output)
     checkpoint.check_writable(output.parent, "--output")
+    check_pipeline(args.model_dir)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    set_up_torch(device)
+    pipeline = load_pipeline(args.model_dir, torch.float32, args.checkpoint, safety_checker=False).to(device)
+    sampler = {name: getattr(args, name) for name in ("num_inference_steps", "guidance_scale")}
     file = io.BytesIO()
-    make_sheet(draw_prompts(args, prompts), prompts).save(file, "PNG")
+    make_sheet(draw_prompts(pipeline, prompts, args.seed, **sampler), prompts).save(file, "PNG")
     output.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.write_bytes(output, file.getvalue())
     cli.print_result(output=str(output), images=len(prompts))

@@ -1,0 +1,110 @@
+"""Write the embedded model: the pre-trained pipeline in float16, its contact sheet and its card.
+
+PYTHONPATH=. python recipes/emoji/export.py --model_dir data/emoji/base --output_dir models/emoji-64
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import contact_sheet
+import numpy as np
+import pictures
+
+import checkpoint
+import cli
+from model_card import drop_local_paths
+from utils import load_pipeline
+
+LARGEST = 25_000_000  # bytes of safetensors
+SEED = 0
+
+
+def parse_args(argv=None):
+    """Parse the command line."""
+    parser = cli.make_parser(__doc__)
+    parser.add_argument("--model_dir", required=True, help="what pretrain.py wrote")
+    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
+    parser.add_argument("--vae_dir", required=True, help="what train_vae.py wrote")
+    parser.add_argument("--clip_dir", required=True, help="what train_clip.py wrote")
+    parser.add_argument("--output_dir", required=True, help="folder for the embedded model")
+    cli.add_shared_flags(parser)
+    return parser.parse_args(argv)
+
+
+def card(args, prompts):
+    """Return the README.md of the embedded model."""
+    manifest = checkpoint.read_manifest(args.model_dir)
+    settings = manifest["settings"]
+    log = [json.loads(line) for line in (Path(args.model_dir) / "training_log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in log[-100:] if line.get("loss")]
+    validation = [line["validation_loss"] for line in log if line.get("validation_loss")]
+    vae, clip = (checkpoint.read_json(Path(folder) / "log.json") for folder in (args.vae_dir, args.clip_dir))
+    drawn = sum(map(pictures.is_drawn, pictures.load_pictures(args.cache_dir, ("fluent",))))
+    rows = "\n".join(f"{number}. {prompt}" for number, prompt in enumerate(prompts, start=1))
+    held_out = f"{validation[-1]:.3f} on held-out rows" if validation else "nothing held out"
+    unet = f"{manifest['step']} steps of {settings['rows_per_step']} pictures; loss {np.mean(losses):.3f}, {held_out}"
+    return f"""---
+library_name: diffusers
+license: apache-2.0
+pipeline_tag: text-to-image
+tags: [stable-diffusion, text-to-image, emoji]
+---
+
+# emoji-64
+
+A small Stable Diffusion pipeline that draws {drawn} emoji, 64x64 pixels, on ten background colours, on any CPU in a
+second. Made from nothing by `recipes/emoji/make.sh`. Prompts read like "a 3d emoji of a cat face on a blue background".
+
+![contact sheet](contact_sheet.png)
+
+Prompts of the picture, seed {SEED}, row by row:
+
+{rows}
+
+| part | weights | how it was trained |
+|---|---|---|
+| VAE | 0.65 million | {vae["steps"]} steps of emoji in three styles and crops of photographs; {vae["psnr"]:.1f} dB |
+| text encoder | 0.9 million | the text tower of a CLIP: {clip["steps"]} steps of captioned emoji in three styles |
+| UNet | 10.9 million | {unet} |
+
+v_prediction with zero terminal SNR and trailing timesteps. {settings["caption_dropout"]:.0%} of the captions were left
+out, for classifier-free guidance. The weights are float16: load them with `torch_dtype=torch.float32` on a CPU.
+
+## Data and licences
+
+| data | for | licence |
+|---|---|---|
+| Fluent Emoji 3D by Microsoft, npm @lobehub/fluent-emoji-3d 1.1.0 | VAE, CLIP, {drawn} pictures of the UNet | MIT |
+| Noto Emoji by Google, npm emoji-datasource-google 16.0.0 | VAE and CLIP | Apache-2.0 |
+| Twemoji graphics, npm emoji-datasource-twitter 16.0.0 | VAE and CLIP | CC-BY 4.0 |
+| labels and tags, npm emojibase-data 17.0.0 | captions | MIT |
+| nine photographs in scikit-image 0.26.0 | VAE | public domain or CC0 |
+
+The nine cat faces among Fluent's smileys were never shown to the UNet. Flags, symbols and skin tones are left out.
+"""
+
+
+def main(args):
+    """Convert, draw the contact sheet, and publish."""
+    import torch
+
+    prompts = contact_sheet.read_prompts(contact_sheet.PROMPTS_FILE)
+    pipeline = load_pipeline(args.model_dir, torch.float32)
+    with checkpoint.staging(args.output_dir) as beside:
+        images = contact_sheet.draw_prompts(pipeline, prompts, SEED, num_inference_steps=30, guidance_scale=3.0)
+        contact_sheet.make_sheet(images, prompts).save(beside / "contact_sheet.png")
+        pipeline.to(torch.float16).save_pretrained(beside)
+        drop_local_paths(beside)
+        size = sum(path.stat().st_size for path in beside.rglob("*.safetensors"))
+        if size > LARGEST:
+            raise cli.BadInput(f"the model takes {size} bytes, more than {LARGEST}: make it smaller")
+        (beside / "README.md").write_text(card(args, prompts))
+        shutil.copy(Path(args.model_dir) / "training_log.jsonl", beside)
+        checkpoint.publish(beside, args.output_dir)
+    cli.print_result(output_dir=args.output_dir, bytes=size)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, parse_args()))
