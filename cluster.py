@@ -19,6 +19,8 @@ def start_ray(address=None):
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # an actor pool logs an error of no consequence each time
+    # A small machine with readers, actors and trainers would be warned of many processes.
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(8, os.cpu_count())))
     import logging
 
     import ray

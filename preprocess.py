@@ -175,7 +175,7 @@ def main(args):
         checkpoint.check_writable(args.output_dir, "--output_dir")
     settings, sources = read_settings(args)
     output = Folder(args.output_dir)
-    metadata = json.loads(output.read(METADATA) or "{}")
+    metadata = read_metadata(output, args.overwrite)
     if metadata and metadata["settings"] == settings:
         say(f"{args.output_dir}: all {metadata['rows']} rows are there")
         return cli.print_result(output_dir=args.output_dir, rows=metadata["rows"], bad_rows=metadata["bad_rows"])
@@ -190,14 +190,31 @@ def main(args):
         shutil.rmtree(work_dir)
 
 
+def read_metadata(output, overwrite):
+    """Return the metadata.json of a whole data set, {} where there is none; raise BadInput where something else is."""
+    metadata = json.loads(output.read(METADATA) or "{}")
+    if is_remote(output.location):
+        ours = "settings" in metadata or output.read(RECORD)
+    else:
+        ours = metadata and checkpoint.read_manifest(output.location)
+    if not ours and not overwrite and output.kind() and output.names(""):
+        raise BadInput(
+            f"--output_dir {output.location} is in the way: not a whole data set of ours; another, or --overwrite"
+        )
+    return metadata if ours else {}
+
+
 def begin(folder, settings, overwrite):
     """Make `folder` that of these settings: what another run left there is only dropped with --overwrite."""
-    record = json.loads(folder.read(RECORD) or "{}")
+    record = json.loads(folder.read(RECORD) or folder.read(METADATA) or "{}")
+    record = record.get("settings", record)
     if record and record != settings:
         if not overwrite:
             checkpoint.check_same_settings(settings, record, f"the unfinished {folder.location}")
+        folder.write(RECORD, json.dumps(record).encode())  # until all of it is gone
         for name in folder.names(".parquet", ".json", ".jsonl"):
-            folder.delete(name)
+            if name != RECORD:
+                folder.delete(name)
     folder.write(RECORD, json.dumps(settings).encode())
 
 

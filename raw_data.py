@@ -247,7 +247,9 @@ class Loader:
 
     def _load(self, source, row, number, epoch):
         """Return the crops of one row, or the reason that there are none."""
-        if not isinstance(row["caption"], str):
+        try:
+            row["caption"].encode()  # a str, and without half a surrogate pair, which JSON can hold
+        except (AttributeError, UnicodeError):
             return "no caption"
         if not row["image"] or not isinstance(row["image"], (bytes, str)):
             return "no image"

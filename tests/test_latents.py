@@ -93,7 +93,6 @@ BAD_COLUMNS = {
     "infinity in float16": (pa.array([np.full(24, np.inf, np.float16)]), "x holds values that are not finite"),
     "text": (pa.array(["a", "b"]), "x holds string, not numbers"),
     "structs": (pa.array([{"bytes": "a"}]), "x holds struct<bytes: string>, not numbers"),
-    "maps": (pa.array([[("a", 1.0)]], pa.map_(pa.string(), pa.float32())), "x holds struct<.*>, not numbers"),
     "ray's tensors of another order": (pa.array([{"data": ROW, "shape": [2, 3, 4]}]), "rows of shape"),
     "lists of text": (pa.array([["a"] * 24]), "x holds string, not numbers"),
 }

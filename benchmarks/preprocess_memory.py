@@ -1,0 +1,90 @@
+"""Does preprocess.py's memory grow with its data? Peak memory of the whole process tree at two sizes of data.
+
+python benchmarks/preprocess_memory.py --rows 2000 20000 --num_workers 1
+"""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_data(folder, num_rows, size, seed=0):
+    """Write Parquet files of 1,000 rows: PNG bytes of `size` pixels a side, made of coarse noise, and captions."""
+    folder.mkdir()
+    rng = np.random.default_rng(seed)
+    for start in range(0, num_rows, 1000):
+        images, captions = [], []
+        for row in range(start, min(start + 1000, num_rows)):
+            coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+            file = io.BytesIO()
+            coarse.resize((size, size), Image.Resampling.BICUBIC).save(file, "PNG")
+            images.append(file.getvalue())
+            captions.append(f"a picture of number {row}")
+        pq.write_table(pa.table({"image": images, "caption": captions}), folder / f"{start:06d}.parquet")
+
+
+def tree_memory(process):
+    """Return the bytes that a process and its children hold; shared memory counts once (proportional set size)."""
+    total = 0
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            total += each.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
+def measure(command):
+    """Run a command; return (peak bytes of its tree, seconds)."""
+    start, peak = time.monotonic(), 0
+    running = psutil.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT)
+    while running.poll() is None:
+        peak = max(peak, tree_memory(running))
+        time.sleep(0.5)
+    if running.returncode:
+        sys.exit(f"{command} ended with {running.returncode}")
+    return peak, time.monotonic() - start
+
+
+def main(args):
+    """Measure each size and print a table, then one JSON line."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rows in args.rows:
+            write_data(Path(folder) / f"data-{rows}", rows, args.size)
+            command = [
+                sys.executable,
+                "preprocess.py",
+                "--input",
+                f"{folder}/data-{rows}",
+                "--model_dir",
+                args.model_dir,
+            ]
+            command += ["--output_dir", f"{folder}/latents-{rows}", "--num_workers", str(args.num_workers)]
+            peak, seconds = measure(command)
+            results.append({"rows": rows, "peak_mb": round(peak / 1e6), "seconds": round(seconds, 1)})
+            print(f"{rows:8d} rows  {peak / 1e6:8.0f} MB  {seconds:8.1f} s  {rows / seconds:6.1f} rows/s", flush=True)
+    growth = results[-1]["peak_mb"] / results[0]["peak_mb"]
+    print(json.dumps({"results": results, "growth": round(growth, 3), "num_workers": args.num_workers}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[2000, 20000], help="sizes of the data")
+    parser.add_argument("--size", type=int, default=96, help="pixels a side of the raw images")
+    parser.add_argument("--model_dir", default="models/emoji-interim", help="model that encodes")
+    parser.add_argument("--num_workers", type=int, default=1, help="as of preprocess.py")
+    main(parser.parse_args())
