@@ -36,8 +36,8 @@ class LatentEncoder:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         set_up_torch(self.device, num_threads)
         dtype = compute_dtype(mixed_precision, self.device)
-        # The VAE in float32: each picture is encoded once, and some VAEs overflow in float16.
-        self.vae = load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
+        if resolutions:  # the VAE in float32: each picture is encoded once, and some VAEs overflow in float16
+            self.vae = load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
         self.text_encoder = load_models(model_dir, ("text_encoder",), dtype)["text_encoder"].to(self.device)
         self.model_dir, self.resolutions, self.batch_size = model_dir, resolutions, batch_size
 

@@ -50,6 +50,12 @@ def base_name(model_dir):
     return f"{hub[1]}/{hub[2]}" if hub else Path(model_dir).name
 
 
+def base_revision(model_dir):
+    """Return the commit hash of a base model in a hub cache, None for another folder."""
+    found = re.search(r"/snapshots/([0-9a-f]{40})", str(model_dir))
+    return found and found[1]
+
+
 def base_license(model_dir):
     """Return the licence that a base model's README.md names in its front matter, or `other`."""
     readme = Path(model_dir) / "README.md"

@@ -21,8 +21,8 @@ import checkpoint
 import cli
 from cli import BadInput, Progress, say
 from cluster import map_on_actors
-from latents import FOOTER_THREADS, METADATA, RECORD, LatentEncoder, digest_encoders, to_parquet
-from model_card import base_name
+from latents import FOOTER_THREADS, METADATA, RECORD, LatentEncoder, digest_encoders, latent_shapes, to_parquet
+from model_card import base_name, base_revision
 from model_folder import check_pipeline, check_resolution, model_resolution
 from raw_data import Loader, Source, add_raw_data_flags, list_sources, loader_options
 from storage import Folder, absolute, is_remote, read_footer
@@ -132,10 +132,14 @@ def finish(args, folder, settings, parts):
     good, bad = sum(rows for rows, _ in parts.values()), [row for _, rows in parts.values() for row in rows]
     check_bad_rows(good, bad, args.max_bad_fraction)
     folder.write(BAD_ROWS, "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad).encode())
+    shapes = {f"image_latents_{size}": latent_shapes(args.model_dir, size)[0] for size in args.resolutions}
+    shapes["caption_latents"] = latent_shapes(args.model_dir, args.resolutions[0])[1]
     metadata = {
         "model": base_name(args.model_dir),
+        "revision": base_revision(args.model_dir),
         "encoders": settings["encoders"],
         "resolutions": args.resolutions,
+        "shapes": shapes,
         "scaled": False,
         "rows": good,
         "bad_rows": len(bad),

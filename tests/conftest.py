@@ -1,9 +1,11 @@
 """A tiny Stable Diffusion pipeline of random weights, photos, and one Ray for the session."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +169,25 @@ def ray_session():
     start_ray("local")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The address of a local S3 that keeps its objects in memory."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server, tmp_path, monkeypatch):
+    """A function from a path to its URI in a new bucket of the local S3."""
+    for name, value in {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "EC2_METADATA_DISABLED": "true"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    bucket = "".join(letter if letter.isalnum() else "-" for letter in tmp_path.name.lower()).strip("-")[-40:]
+    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/b{bucket}", method="PUT")).close()
+    return lambda path: f"s3://b{bucket}/{path}?endpoint_override={s3_server}"
