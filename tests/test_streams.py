@@ -34,7 +34,7 @@ def fake_load(chunk_rows, seen=None):
             seen.append(len(pieces))
         for piece in pieces:
             assert 0 <= piece["first"] < piece["last"] <= chunk_rows[piece["chunk"]]
-            numbers = np.arange(piece["first"], piece["last"], dtype=np.float32) + starts[piece["chunk"]]
+            numbers = (np.arange(piece["first"], piece["last"]) + starts[piece["chunk"]]).astype(np.float32)
             yield {"mean": numbers[:, None, None, None], "std": -numbers, "prompt": numbers[:, None, None]}
 
     return load
@@ -184,12 +184,11 @@ def test_batches_have_all_fields_in_their_types():
 
     (batch, *rest) = batches_of(0, 3)
     assert len(rest) == 5
-    shapes = {name: (tuple(value.shape), value.dtype) for name, value in batch.items()}
-    image = ((2, 1, 1, 1), torch.float32)
-    assert shapes == {
-        **{"mean": image, "noise": image, "posterior_noise": image, "prompt": ((2, 1, 1), torch.float32)},
-        **{"std": ((2,), torch.float32), "timesteps": ((2,), torch.int64)},
-    }
+    shapes = {name: tuple(value.shape) for name, value in batch.items()}
+    images = dict.fromkeys(("mean", "noise", "posterior_noise"), (2, 1, 1, 1))
+    assert shapes == {**images, "prompt": (2, 1, 1), "std": (2,), "timesteps": (2,)}
+    assert batch.pop("timesteps").dtype == torch.int64
+    assert {value.dtype for value in batch.values()} == {torch.float32}
     assert batch["mean"].is_contiguous() and batch["prompt"].is_contiguous()
 
 
