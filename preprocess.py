@@ -81,7 +81,7 @@ def part_name(source_number, chunk_number):
 
 def written_parts(folder):
     """Return {name: (rows, bad rows)} of the parts that are there."""
-    names = [name for name in folder.names(".parquet") if re.fullmatch(r"part-\d{6}-\d{4}\.parquet", name)]
+    names = [name for name in folder.names(".parquet") if re.fullmatch(r"part-\d{6,}-\d{4,}\.parquet", name)]
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         footers = pool.map(partial(read_footer, folder), names)
     return {name: (sum(rows for _, rows in groups), bad) for name, (_, groups, bad) in zip(names, footers, strict=True)}
@@ -220,6 +220,9 @@ def begin(folder, settings, overwrite):
             if name != RECORD:
                 folder.delete(name)
     folder.write(RECORD, json.dumps(settings).encode())
+    if not is_remote(folder.location):
+        for path in Path(folder.location).glob(".*.tmp"):  # what a killed run was writing
+            path.unlink()
 
 
 if __name__ == "__main__":

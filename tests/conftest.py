@@ -184,10 +184,15 @@ def s3_server():
 
 
 @pytest.fixture
-def s3(s3_server, tmp_path, monkeypatch):
-    """A function from a path to its URI in a new bucket of the local S3."""
+def s3_keys(monkeypatch):
+    """Credentials that no store knows, so that none are looked for on the machine or the network."""
     for name, value in {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "EC2_METADATA_DISABLED": "true"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    bucket = "".join(letter if letter.isalnum() else "-" for letter in tmp_path.name.lower()).strip("-")[-40:]
-    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/b{bucket}", method="PUT")).close()
-    return lambda path: f"s3://b{bucket}/{path}?endpoint_override={s3_server}"
+
+
+@pytest.fixture
+def s3(s3_server, s3_keys, tmp_path):
+    """A function from a path to its URI in a new bucket of the local S3."""
+    bucket = "b" + "".join(letter if letter.isalnum() else "-" for letter in tmp_path.name.lower()).strip("-")[-40:]
+    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/{bucket}", method="PUT")).close()
+    return lambda path: f"s3://{bucket}/{path}?endpoint_override={s3_server}"

@@ -26,6 +26,17 @@ MODES = {
     "HYBRID_SHARD on one node": (2, "fsdp", "HYBRID_SHARD", 2),
     "HYBRID_SHARD on two nodes": (4, "fsdp", "HYBRID_SHARD", 2),
 }
+ALONE = training.Place(0, 1, torch.device("cpu"))
+UNET = {
+    "sample_size": 8,
+    "block_out_channels": [8, 8],
+    "down_block_types": ["DownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "cross_attention_dim": 16,
+    "attention_head_dim": 4,
+}
 SHARDED = [name for name in MODES if name != "ddp"]
 
 
@@ -45,17 +56,16 @@ def make_batch(step, first, count):
     return {name: torch.stack(values) for name, values in rows.items()}
 
 
-def make_run(model_dir, work_dir, place, strategy, sharding, accumulation, dtype=torch.float32):
+def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulation=2, dtype=torch.float32):
     """Return (training.Run, its config, the UNet, its Ema), where the newest checkpoint of `work_dir` left them."""
-    config = {
-        **{"work_dir": str(work_dir), "model_dir": str(model_dir), "seed": 0, "settings": {}, "log_every": 1},
-        **{"gradient_accumulation_steps": accumulation, "max_train_steps": STEPS, "checkpointing_steps": SAVED},
-        **{"checkpoints_total_limit": 9, "init_from_pretrained": True, "gradient_checkpointing": False},
-        **{"strategy": strategy, "lr": 1e-2, "adam_weight_decay": 0.1, "max_grad_norm": 1.0},
-        **{"lr_scheduler": "constant", "lr_warmup_steps": 0},
-    }
-    Path(work_dir).mkdir(parents=True, exist_ok=True)
+    config = {"seed": 0, "log_every": 1, "settings": {}, "max_train_steps": STEPS, "checkpointing_steps": SAVED}
+    config |= {"work_dir": str(work_dir), "gradient_accumulation_steps": accumulation, "checkpoints_total_limit": 9}
+    config |= {"lr": 1e-2, "lr_scheduler": "constant", "lr_warmup_steps": 0}
+    config |= {"adam_weight_decay": 0.1, "max_grad_norm": 1.0}
+    config |= {"strategy": strategy, "unet": UNET, "init_from_pretrained": False, "gradient_checkpointing": False}
     step, folder = checkpoint.newest_checkpoint(work_dir)
+    if folder:  # as the index of a model folder names it
+        config["model_dir"] = str(Path(work_dir).parent)
     unet = pretrain.load_unet(config, place, folder)
     model = parallel.wrap(unet, place, strategy, sharding, dtype)
     optimizer = training.make_optimizer(config, {"unet": unet}, place, dtype, folder)
@@ -88,96 +98,101 @@ def make_run(model_dir, work_dir, place, strategy, sharding, accumulation, dtype
     return run, config, unet, ema
 
 
+def start_from(source, work_dir, place):
+    """Make a work folder of the earlier checkpoint of another run."""
+    saved = checkpoint.checkpoint_path(source, SAVED)
+    if place.rank == 0:
+        shutil.copytree(saved, work_dir / saved.name)
+    torch.distributed.barrier()
+
+
 def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def state_of(run, unet, ema):
-    """Return everything that a checkpoint holds, {name: whole tensor}; all processes call this."""
+    """Return everything that a checkpoint holds, {name: whole tensor}, as `read_checkpoint` does; all call this."""
     state = {}
     for (name, parameter), average in zip(unet.named_parameters(), ema.averages, strict=True):
-        state |= {f"{name}:weight": whole(parameter), f"{name}:average": whole(average)}
-        state |= {f"{name}:{key}": whole(value) for key, value in run.optimizer.adamw.state[parameter].items()}
+        state |= {f"unet.{name}": whole(parameter), f"ema/unet.{name}": whole(average)}
+        for key, value in run.optimizer.adamw.state[parameter].items():
+            state[f"unet.{name}:{key}"] = whole(value)
     return state
 
 
-def train_mode(root, name, place, model_dir):
+def read_checkpoint(folder):
+    parts = {f"{part}.": parallel.read_shares(folder / part, parallel.WEIGHTS) for part in ("unet", "ema/unet")}
+    parts[""] = parallel.read_shares(folder, "optimizer")
+    return {f"{start}{name}": tensor for start, tensors in parts.items() for name, tensor in tensors.items()}
+
+
+def train_mode(root, name, place):
     """Train one of MODES undisturbed, from its own earlier checkpoint, and from that of one process."""
     _, strategy, sharding, _ = MODES[name]
-    options = {"strategy": strategy, "sharding": sharding, "accumulation": 2}
-    facts = {}
-    for kind in ("undisturbed", "resumed", "from one"):
-        work_dir = root / name / kind
-        if place.rank == 0 and kind != "undisturbed":
-            source = root / name / "undisturbed" if kind == "resumed" else root / "one"
-            saved = checkpoint.checkpoint_path(source, SAVED)
-            shutil.copytree(saved, work_dir / saved.name)
-        if place.world_size > 1:
-            torch.distributed.barrier()
-        run, config, unet, ema = make_run(model_dir, work_dir, place, **options)
-        facts[f"{kind}: first"] = run.step
-        if run.step:
-            facts[f"{kind}: restored"] = state_of(run, unet, ema)
-        training.train_steps(run, config, place)
-        facts[f"{kind}: state"] = state_of(run, unet, ema)
+    run, config, unet, ema = make_run(root / name / "undisturbed", place, strategy, sharding)
+    training.train_steps(run, config, place)
+    state = state_of(run, unet, ema)
+    if place.rank == 0:
+        torch.save(state, root / name / "state.pt")
+
+    start_from(root / name / "undisturbed", root / name / "resumed", place)
+    run, config, _, _ = make_run(root / name / "resumed", place, strategy, sharding)
+    assert run.step == SAVED
+    training.train_steps(run, config, place)
+
+    start_from(root / "one", root / name / "from one", place)
+    run, config, unet, _ = make_run(root / name / "from one", place, strategy, sharding)
+    if run.saves:
+        (root / name / "again").mkdir(exist_ok=True)
+        run.write(root / name / "again")
+    run.saves = False
+    training.train_steps(run, config, place)
+
     local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in unet.parameters()]
-    facts["share"] = sum(parameter.numel() for parameter in local) / sum(p.numel() for p in unet.parameters())
-    if isinstance(next(unet.parameters()), DTensor):
-        mesh = parallel.make_mesh(place, sharding)
-        facts["mesh"] = mesh.mesh.tolist()
-        facts["replicas differ"] = [
-            name for name, parameter in unet.named_parameters() if parameter.device_mesh.mesh.tolist() != facts["mesh"]
-        ]
-    return facts
+    facts = {"share": sum(p.numel() for p in local) / sum(p.numel() for p in unet.parameters())}
+    facts["meshes"] = [p.device_mesh.mesh.tolist() for p in unet.parameters() if isinstance(p, DTensor)]
+    (root / name / f"facts-{place.rank}.json").write_text(json.dumps(facts))
 
 
-def work(rank, world_size, root, model_dir):
-    """Train every mode of as many processes; the facts of each go to a file."""
+def work(rank, world_size, root):
+    """Train every mode of as many processes."""
     torch.set_num_threads(1)
     store = f"file://{root}/store-{world_size}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     for name, (size, _, _, local_world_size) in MODES.items():
         if size == world_size:
-            place = training.Place(rank, size, torch.device("cpu"), local_world_size)
-            torch.save(train_mode(root, name, place, model_dir), root / name / f"facts-{rank}.pt")
-    if world_size == 2:
-        place = training.Place(rank, 2, torch.device("cpu"), 2)
-        for name, accumulation, dtype in (("large batch", 1, torch.float32), ("bf16", 2, torch.bfloat16)):
-            for strategy in ("ddp", "fsdp"):
-                folder = root / name / strategy
-                run, config, unet, ema = make_run(
-                    model_dir, folder, place, strategy, "FULL_SHARD", accumulation, dtype
-                )
-                training.train_steps(run, config, place)
-                state = state_of(run, unet, ema)
-                if rank == 0:
-                    torch.save(state, folder / "state.pt")
+            train_mode(root, name, training.Place(rank, size, torch.device("cpu"), local_world_size))
+    for name, accumulation, dtype in (("large batch", 1, torch.float32), ("bf16", 2, torch.bfloat16)):
+        for strategy in ("ddp", "fsdp") if world_size == 2 else ():
+            place = training.Place(rank, 2, torch.device("cpu"), 2)
+            run, config, _, _ = make_run(root / name / strategy, place, strategy, "FULL_SHARD", accumulation, dtype)
+            training.train_steps(run, config, place)
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tiny_model):
+def runs(tmp_path_factory):
     """All runs: of one process, here, and of MODES, in processes that are forked from one that has imported torch."""
     root = tmp_path_factory.mktemp("runs")
-    place = training.Place(0, 1, torch.device("cpu"))
+    index = json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]})
+    names = [f"{name}/{kind}" for name in MODES for kind in ("undisturbed", "resumed", "from one")]
+    names += [f"{name}/{strategy}" for name in ("large batch", "bf16") for strategy in ("ddp", "fsdp")]
+    for name in ("one", "one large", *names):
+        (root / name).mkdir(parents=True)
+        (root / name).with_name("model_index.json").write_text(index)
     for name, accumulation in (("one", 2), ("one large", 1)):
-        run, config, unet, ema = make_run(tiny_model, root / name, place, "ddp", "", accumulation)
-        training.train_steps(run, config, place)
-        torch.save(state_of(run, unet, ema), root / name / "state.pt")
+        run, config, _, _ = make_run(root / name, ALONE, accumulation=accumulation)
+        training.train_steps(run, config, ALONE)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "diffusers.models.unets.unet_2d_condition"])
-    for world_size in (2, 4):
-        processes = [context.Process(target=work, args=(rank, world_size, root, tiny_model)) for rank in range(world_size)]
+    for size in (2, 4):
+        processes = [context.Process(target=work, args=(rank, size, root)) for rank in range(size)]
         for process in processes:
             process.start()
         for process in processes:
             process.join(240)
-        assert [process.exitcode for process in processes] == [0] * world_size
+        assert [process.exitcode for process in processes] == [0] * size
     return root
-
-
-def facts_of(runs, name, rank=0):
-    return torch.load(runs / name / f"facts-{rank}.pt")
 
 
 def losses(folder):
@@ -204,53 +219,44 @@ def test_losses_are_those_of_one_process(runs, name):
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_a_checkpoint_is_restored_bit_for_bit_and_the_run_goes_on_as_undisturbed(runs, name):
-    facts = facts_of(runs, name)
-    assert facts["resumed: first"] == SAVED and facts["undisturbed: first"] == 0
-    assert_equal(facts["undisturbed: state"], facts["resumed: state"])
+def test_a_checkpoint_holds_what_the_workers_do(runs, name):
+    state = torch.load(runs / name / "state.pt")
+    assert len(state) == 5 * len([key for key in state if key.startswith("ema/")])
+    assert_equal(state, read_checkpoint(checkpoint.checkpoint_path(runs / name / "undisturbed", STEPS)))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_run_goes_on_bit_equal(runs, name):
+    folders = [checkpoint.checkpoint_path(runs / name / kind, STEPS) for kind in ("undisturbed", "resumed")]
+    assert_equal(*map(read_checkpoint, folders))
     assert losses(runs / name / "resumed") == losses(runs / name / "undisturbed")[SAVED:]
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_workers_restore_the_checkpoint_of_one_process(runs, name, tiny_model):
-    facts = facts_of(runs, name)
-    run, _, unet, ema = make_run(tiny_model, shutil_copy(runs, "one", SAVED), PLACE, "ddp", "", 2)
-    assert_equal(facts["from one: restored"], state_of(run, unet, ema))
+def test_workers_restore_the_checkpoint_of_one_process(runs, name):
+    expected = read_checkpoint(checkpoint.checkpoint_path(runs / "one", SAVED))
+    assert_equal(read_checkpoint(runs / name / "again"), expected)
     assert losses(runs / name / "from one") == pytest.approx(losses(runs / "one")[SAVED:], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_one_process_restores_the_checkpoint_of_workers(runs, name, tiny_model):
-    folder = shutil_copy(runs, f"{name}/undisturbed", STEPS)
-    run, _, unet, ema = make_run(tiny_model, folder, PLACE, "ddp", "", 2)
+def test_one_process_restores_the_checkpoint_of_workers(runs, name):
+    run, _, unet, ema = make_run(runs / name / "undisturbed", ALONE)
     assert run.step == STEPS
-    assert_equal(facts_of(runs, name)["undisturbed: state"], state_of(run, unet, ema))
-
-
-PLACE = training.Place(0, 1, torch.device("cpu"))
-
-
-def shutil_copy(runs, name, step):
-    """Return a work folder that holds one checkpoint alone."""
-    source = checkpoint.checkpoint_path(runs / name, step)
-    folder = runs / "copies" / name / str(step)
-    if not folder.exists():
-        shutil.copytree(source, folder / source.name)
-    return folder
+    assert_equal(torch.load(runs / name / "state.pt"), state_of(run, unet, ema))
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_weights_load_with_diffusers(runs, name):
     from diffusers import UNet2DConditionModel
 
-    state = facts_of(runs, name)["undisturbed: state"]
+    state = torch.load(runs / name / "state.pt")
     folder = checkpoint.checkpoint_path(runs / name / "undisturbed", STEPS)
-    for part, kind in (("unet", "weight"), ("ema/unet", "average")):
+    for part in ("unet", "ema/unet"):
         unet, info = UNet2DConditionModel.from_pretrained(folder / part, output_loading_info=True)
         assert not any(info.values())
-        assert_equal(dict(unet.state_dict()), {
-            key.rpartition(":")[0]: value for key, value in state.items() if key.endswith(kind)
-        })
+        for key, value in unet.state_dict().items():
+            assert torch.equal(value, state[f"{part}.{key}"])
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -291,8 +297,8 @@ MESHES = {
 def test_a_sharding_splits_over_its_mesh(runs, name):
     mesh, share = MESHES[name]
     for rank in range(MODES[name][0]):
-        facts = facts_of(runs, name, rank)
-        assert facts["mesh"] == mesh and not facts["replicas differ"]
+        facts = json.loads((runs / name / f"facts-{rank}.json").read_text())
+        assert facts["meshes"] and all(each == mesh for each in facts["meshes"])
         assert facts["share"] == pytest.approx(share, abs=0.05)
 
 
@@ -307,7 +313,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(runs, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_in_bf16_the_weights_and_the_optimizer_stay_float32(runs, strategy):
-    state = torch.load(runs / "bf16" / strategy / "state.pt")
+    state = read_checkpoint(checkpoint.checkpoint_path(runs / "bf16" / strategy, STEPS))
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert losses(runs / "bf16" / strategy) == pytest.approx(losses(runs / "one"), abs=0.05)
     assert losses(runs / "bf16" / strategy) != losses(runs / "one")

@@ -50,26 +50,22 @@ PHOTOS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycl
 
 # What the UNet learns to draw, in one style. The nine cat faces among the smileys are not: something new to learn.
 DRAWN = """
-    animal-mammal animal-bird animal-amphibian animal-reptile animal-marine animal-bug plant-flower plant-other
-    food-fruit food-vegetable food-prepared food-sweet drink transport-ground transport-water transport-air
-    musical-instrument face-costume monkey-face
-""".split()  # noqa: SIM905
-NOT_DRAWN = """
-    guide dog, service dog, paw prints, pig nose, feather, wing, rosette, leaf fluttering in wind, spider web, microbe,
-    empty nest, nest with eggs, clinking beer mugs, teacup without handle, baby bottle, bus stop, fuel pump, wheel,
-    station, tram, tram car, metro, light rail, train, monorail, mountain railway, suspension railway, bullet train,
-    mountain cableway, aerial tramway, oncoming police car, oncoming bus, oncoming taxi, oncoming automobile,
-    trolleybus, minibus, auto rickshaw, manual wheelchair, motorized wheelchair, satellite, ferry, passenger ship,
-    motor boat, articulated lorry, water buffalo, ox, boar, ewe, goat, two-hump camel, rat, mammoth, badger, skunk,
-    dodo, black bird, front-facing baby chick, cockroach, mosquito, fly, worm, oyster, wilted flower, sheaf of rice,
-    herb, fallen leaf, shamrock, beans, chestnut, ginger root, flatbread, bagel, cut of meat, tamale, burrito,
-    stuffed flatbread, falafel, shallow pan of food, fondue, bowl with spoon, canned food, butter, custard,
-    sake, bottle with popping cork, seat, see-no-evil monkey, hear-no-evil monkey, speak-no-evil monkey, railway car,
-    horizontal traffic light, vertical traffic light, construction, police car light, stop sign, ring buoy, oil drum,
-    motorway, railway track, airplane departure, airplane arrival, clinking glasses, tumbler glass, mate, parachute,
-    pouring liquid, pile of poo, ogre, goblin, long drum, banjo, accordion, roller skate, anchor, small airplane,
-    delivery truck
+    dog face, dog, poodle, cat face, cat, black cat, lion, tiger face, tiger, leopard, fox, wolf, raccoon, horse face,
+    horse, unicorn, zebra, deer, moose, cow face, cow, pig face, pig, camel, giraffe, elephant, rhinoceros, mouse face,
+    hamster, rabbit face, rabbit, chipmunk, hedgehog, bear, polar bear, koala, panda, sloth, otter, kangaroo,
+    monkey face, monkey, gorilla, rooster, chicken, hatching chick, baby chick, bird, penguin, eagle, duck, swan, owl,
+    flamingo, peacock, parrot, frog, crocodile, turtle, snake, dragon face, sauropod, T-Rex, whale, dolphin, fish,
+    tropical fish, blowfish, shark, octopus, crab, lobster, snail, butterfly, honeybee, lady beetle, spider,
+    cherry blossom, hibiscus, rose, sunflower, tulip, evergreen tree, deciduous tree, palm tree, cactus, potted plant,
+    four leaf clover, maple leaf, mushroom, grapes, watermelon, tangerine, lemon, banana, pineapple, red apple,
+    green apple, pear, peach, cherries, strawberry, tomato, avocado, eggplant, carrot, ear of corn, hot pepper,
+    broccoli, bread, croissant, pretzel, pancakes, cheese wedge, hamburger, french fries, pizza, hot dog, sandwich,
+    taco, popcorn, soft ice cream, doughnut, cookie, birthday cake, cupcake, lollipop, hot beverage, teapot,
+    automobile, racing car, taxi, police car, fire engine, ambulance, bus, pickup truck, tractor, bicycle, motorcycle,
+    motor scooter, locomotive, ship, sailboat, canoe, helicopter, airplane, rocket, flying saucer, skateboard, guitar,
+    violin, trumpet, saxophone, drum, robot, ghost, alien, clown face
 """
+DRAWN_LABELS = {" ".join(label.split()) for label in DRAWN.split(",")}
 NAMES = {  # what people say
     "automobile": "car",
     "deciduous tree": "tree",
@@ -125,13 +121,12 @@ BACKGROUNDS = {  # RGB
 
 @dataclass(frozen=True)
 class Picture:
-    """An emoji in one style: RGBA pixels [H, W, 4] uint8, its name, what else it is called, and its subgroup."""
+    """An emoji in one style: RGBA pixels [H, W, 4] uint8, its label in the data set, and what else it is called."""
 
     style: str
     hexcode: str
     label: str
     tags: tuple
-    subgroup: str
     rgba: np.ndarray
 
     @property
@@ -164,17 +159,12 @@ def read_members(archive, wanted):
 
 
 def read_labels(cache_dir):
-    """Return {hexcode: (label, tags, subgroup)} of the emoji that are neither flags nor symbols."""
-    wanted = ("package/en/data.json", "package/meta/groups.json")
-    files = dict(read_members(fetch("labels", cache_dir), wanted.__contains__))
-    emoji, groups = (json.loads(files[name]) for name in wanted)
+    """Return {hexcode: (label, tags)} of the emoji that are neither flags nor symbols."""
+    wanted = "package/en/data.json"
+    files = dict(read_members(fetch("labels", cache_dir), lambda path: path == wanted))
     return {
-        each["hexcode"].lower(): (
-            each["label"],
-            tuple(each.get("tags", ())),
-            groups["subgroups"][str(each["subgroup"])],
-        )
-        for each in emoji
+        each["hexcode"].lower(): (each["label"], tuple(each.get("tags", ())))
+        for each in json.loads(files[wanted])
         if each.get("group") is not None and each["group"] not in UNUSED_GROUPS
     }
 
@@ -199,8 +189,7 @@ def load_pictures(cache_dir, styles=tuple(STYLES)):
 
 def is_drawn(picture):
     """Return whether the UNet is to learn a picture."""
-    left_out = {" ".join(label.split()) for label in NOT_DRAWN.split(",")}
-    return picture.style == "fluent" and picture.subgroup in DRAWN and picture.label not in left_out
+    return picture.style == "fluent" and picture.label in DRAWN_LABELS
 
 
 def compose(picture, rng, background, size=64):

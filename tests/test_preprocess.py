@@ -1,0 +1,530 @@
+"""preprocess.py: the rows it writes, bad rows, continuing, what it refuses, object stores and Ray."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, last_json, make_tiny_model, run_script, tree
+from PIL import Image
+
+import checkpoint
+import cli
+import preprocess
+from dataset import crop_square, read_image, scale_pixels
+from latents import digest_encoders
+from storage import Folder
+
+CAPTIONS = [
+    "a cat.",
+    "two dogs",
+    "",
+    "a cat.",
+    "犬",
+    "one two three four five six seven eight nine",
+    "x",
+    "y",
+    "z",
+    "-",
+]
+PARTS = [f"part-000000-{chunk:04d}.parquet" for chunk in range(3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that wait for each other make the tiny model ten times slower on a busy machine."""
+    import torch
+
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
+
+
+def png(seed=0, width=28, height=20):
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def make_data(folder, bad=(), count=10, **options):
+    """Write `count` pictures with captions as one row group of Parquet; those of `bad` are cut."""
+    images = [png(i)[: 500 if i in bad else None] for i in range(count)]
+    captions = [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"image": images, "caption": captions}), folder / "x.parquet", **options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Ten good rows."""
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def command(tiny_model, data, tmp_path):
+    """A function from what is special about a run to its arguments: ten rows, four a file, in this process."""
+
+    def make(*flags, source=data, folder=tmp_path / "out", model=tiny_model):
+        arguments = ["--input", source, "--model_dir", model, "--output_dir", folder, "--rows_per_file", 4]
+        arguments += [] if "--num_workers" in flags else ["--num_workers", 0]
+        return [str(part) for part in (*arguments, *flags)]
+
+    return make
+
+
+@pytest.fixture
+def encode(command, capsys):
+    """Run preprocess.main in this process; return its JSON."""
+
+    def call(*flags, **options):
+        capsys.readouterr()
+        preprocess.main(preprocess.parse_args(command(*flags, **options)))
+        return last_json(capsys.readouterr().out)
+
+    return call
+
+
+@pytest.fixture
+def stop_at(monkeypatch):
+    """A function that makes the encoder fail at a chunk, counted from 0; it returns the names of those it is given."""
+
+    write = preprocess.PartWriter.__call__
+
+    def patch(chunk=None):
+        seen = []
+
+        def call(self, given):
+            if len(seen) == chunk:
+                raise cli.OutOfResource("full")
+            seen.append(given["name"])
+            return write(self, given)
+
+        monkeypatch.setattr(preprocess.PartWriter, "__call__", call)
+        return seen
+
+    return patch
+
+
+def contents(folder):
+    """{name: bytes} of a folder."""
+    return {name: content for name, (content, _) in tree(folder).items()}
+
+
+def read_parts(folder, *names):
+    """{column: values} of all parts, in the order of their names."""
+    folder = Folder(folder)
+    tables = [pq.read_table(pa.BufferReader(folder.read(name))) for name in names or folder.names(".parquet")]
+    columns = {}
+    for name in tables[0].column_names:
+        parts = [table[name].combine_chunks() for table in tables if len(table)]
+        tensors = isinstance(parts[0], pa.FixedShapeTensorArray)
+        values = [part.to_numpy_ndarray() if tensors else np.array(part.to_pylist(), object) for part in parts]
+        columns[name] = np.concatenate(values)
+    return columns
+
+
+def read_bad_rows(folder):
+    return [json.loads(line) for line in Folder(folder).read("bad_rows.jsonl").decode().splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is written
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, data, tmp_path_factory):
+    """The data set of an undisturbed run, at two resolutions."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    flags = ["--input", data, "--model_dir", tiny_model, "--output_dir", folder, "--rows_per_file", 4]
+    flags += ["--num_workers", 0, "--resolutions", 16, 32]
+    preprocess.main(preprocess.parse_args([str(flag) for flag in flags]))
+    return folder
+
+
+def test_the_columns_are_latents_captions_and_keys(whole):
+    assert sorted(tree(whole)) == ["bad_rows.jsonl", "manifest.json", "metadata.json", *PARTS]
+    columns = read_parts(whole)
+    shapes = {name: values.shape for name, values in columns.items()}
+    assert shapes == {
+        "key": (10,),
+        "caption": (10,),
+        "image_latents_16": (10, 4, 8, 8),
+        "image_latents_16_std": (10, 4, 8, 8),
+        "image_latents_32": (10, 4, 16, 16),
+        "image_latents_32_std": (10, 4, 16, 16),
+        "caption_latents": (10, 24, 16),
+    }
+    assert all(values.dtype == np.float16 for name, values in columns.items() if "latents" in name)
+    assert list(columns["key"]) == [f"x.parquet:0:{row}" for row in range(10)]
+    assert list(columns["caption"]) == CAPTIONS
+    assert [pq.ParquetFile(whole / name).metadata.num_rows for name in PARTS] == [4, 4, 2]
+
+
+def test_the_values_are_those_of_the_models_own_parts(whole, tiny_model):
+    import torch
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+    vae = AutoencoderKL.from_pretrained(tiny_model, subfolder="vae")
+    text_encoder = CLIPTextModel.from_pretrained(tiny_model, subfolder="text_encoder")
+    tokenizer = CLIPTokenizer.from_pretrained(tiny_model, subfolder="tokenizer")
+    columns = read_parts(whole)
+    with torch.no_grad():
+        for row, caption in enumerate(CAPTIONS):
+            for size in (16, 32):
+                pixels = scale_pixels(np.asarray(crop_square(read_image(png(row)), size)))
+                latents = vae.encode(torch.from_numpy(pixels)[None]).latent_dist
+                for name, wanted in (("", latents.mean), ("_std", latents.std)):
+                    found = columns[f"image_latents_{size}{name}"][row]
+                    assert np.allclose(found, wanted[0].numpy(), rtol=2e-3, atol=2e-3)
+            ids = tokenizer(
+                caption, padding="max_length", max_length=24, truncation=True, return_tensors="pt"
+            ).input_ids
+            wanted = text_encoder(ids).last_hidden_state[0].numpy()
+            assert np.allclose(columns["caption_latents"][row], wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_the_metadata_say_what_a_reader_must_know(whole, tiny_model):
+    metadata = json.loads((whole / "metadata.json").read_text())
+    known = {
+        "rows": 10,
+        "bad_rows": 0,
+        "scaled": False,
+        "resolutions": [16, 32],
+        "encoders": digest_encoders(tiny_model),
+    }
+    assert {name: metadata[name] for name in known} == known
+    assert metadata["settings"]["seed"] == 0 and metadata["settings"]["crop"] == "center"
+    assert (whole / "bad_rows.jsonl").read_bytes() == b""
+    assert checkpoint.read_manifest(whole, deep=True)["settings"] == metadata["settings"]
+    assert [path.name for path in whole.parent.iterdir()] == ["out"]
+
+
+def test_the_resolution_is_the_models_unless_another_is_asked_for(encode, tmp_path, whole):
+    result = encode()
+    assert result == {"output_dir": str(tmp_path / "out"), "rows": 10, "bad_rows": 0}
+    columns, both = read_parts(tmp_path / "out"), read_parts(whole)
+    assert [name for name in columns if name.startswith("image")] == ["image_latents_16", "image_latents_16_std"]
+    assert all(np.array_equal(columns[name], both[name]) for name in columns)
+
+
+def test_random_crops_come_from_the_seed(encode, tmp_path):
+    flags = ["--crop", "random", "--random_flip", "--seed"]
+    for name, seed in (("one", 1), ("again", 1), ("two", 2)):
+        encode(*flags, seed, folder=tmp_path / name)
+    one, again, two = (read_parts(tmp_path / name)["image_latents_16"] for name in ("one", "again", "two"))
+    assert np.array_equal(one, again) and not np.array_equal(one, two)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad rows
+
+
+def test_one_bad_row_in_a_hundred_is_listed_and_left_out(encode, tmp_path):
+    result = encode("--rows_per_file", 64, source=make_data(tmp_path / "data", bad=[70], count=100))
+    assert (result["rows"], result["bad_rows"]) == (99, 1)
+    columns = read_parts(tmp_path / "out")
+    assert list(columns["key"]) == [f"x.parquet:0:{row}" for row in range(100) if row != 70]
+    assert list(columns["caption"]) == [CAPTIONS[row % 10] for row in range(100) if row != 70]
+    bad = read_bad_rows(tmp_path / "out")
+    assert len(bad) == 1 and bad[0]["key"] == "x.parquet:0:70" and "damaged" in bad[0]["reason"]
+
+
+def test_too_many_bad_rows_end_the_run_and_a_larger_share_goes_on(encode, stop_at, tmp_path):
+    """Row 7 has no caption; the second file holds no good row at all."""
+    source = make_data(tmp_path / "data", bad=[1, 4, 5, 6])
+    table = pq.read_table(source / "x.parquet").to_pydict()
+    table["caption"][7] = None
+    pq.write_table(pa.table(table), source / "x.parquet")
+    with pytest.raises(
+        cli.BadInput, match=r"5 of 10 rows are bad, more than --max_bad_fraction 0\.4.*x\.parquet:0:1: dam"
+    ):
+        encode("--max_bad_fraction", 0.4, source=source)
+    assert not (tmp_path / "out").exists()
+    seen = stop_at()
+    result = encode("--max_bad_fraction", 0.5, source=source)
+    assert seen == [] and (result["rows"], result["bad_rows"]) == (5, 5)
+    assert [row["key"] for row in read_bad_rows(tmp_path / "out")] == [f"x.parquet:0:{row}" for row in (1, 4, 5, 6, 7)]
+    assert read_bad_rows(tmp_path / "out")[-1]["reason"] == "no caption"
+    assert list(read_parts(tmp_path / "out")["key"]) == [f"x.parquet:0:{row}" for row in (0, 2, 3, 8, 9)]
+    assert [pq.ParquetFile(tmp_path / "out" / name).metadata.num_rows for name in PARTS] == [3, 0, 2]
+
+
+def test_a_run_of_bad_rows_ends_early(encode, stop_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(preprocess, "EARLY", 4)
+    seen = stop_at()
+    with pytest.raises(cli.BadInput, match="4 of 4 rows are bad"):
+        encode(source=make_data(tmp_path / "data", bad=range(4), count=40))
+    assert seen == PARTS[:1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Continuing
+
+
+def test_a_failed_run_goes_on_where_it_was(encode, stop_at, whole, tmp_path):
+    flags = ["--resolutions", 16, 32]
+    stop_at(2)
+    with pytest.raises(cli.OutOfResource):
+        encode(*flags)
+    assert not (tmp_path / "out").exists()
+    seen = stop_at()
+    assert encode(*flags)["rows"] == 10
+    assert seen == PARTS[2:]
+    assert contents(tmp_path / "out") == contents(whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_killed_run_leaves_nothing_half_and_the_next_is_as_if_it_had_not_been(command, encode, whole, tmp_path):
+    """SIGKILL while the second part is being written."""
+    flags = ["--resolutions", 16, 32]
+    code = """
+import os, sys
+import checkpoint, preprocess
+replace = os.replace
+def kill(source, target):
+    if target.name == "part-000000-0001.parquet":
+        os.kill(os.getpid(), 9)
+    replace(source, target)
+checkpoint.os.replace = kill
+preprocess.main(preprocess.parse_args())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, "-c", code, *command(*flags)]
+    killed = subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    left = [path.name for path in (tmp_path / "out.work" / "parts").iterdir()]
+    assert PARTS[0] in left and PARTS[1] not in left and len(left) == 3
+    assert not (tmp_path / "out").exists()
+    encode(*flags)
+    assert contents(tmp_path / "out") == contents(whole)
+    assert len(set(read_parts(tmp_path / "out")["key"])) == 10
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_finished_command_returns_at_once_and_writes_nothing(command, whole, data, tmp_path):
+    before = tree(whole.parent)
+    code = """
+import sys
+import preprocess
+preprocess.main(preprocess.parse_args())
+assert not {"torch", "ray", "diffusers", "transformers"} & sys.modules.keys()
+"""
+    arguments = [sys.executable, "-c", code, *command("--resolutions", "16", "32", folder=whole)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert last_json(done.stdout) == {"output_dir": str(whole), "rows": 10, "bad_rows": 0}
+    assert "all 10 rows are there" in done.stderr
+    assert tree(whole.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        (["--seed", 1], 1),
+        (["--crop", "random"], "random"),
+        (["--random_flip"], True),
+        (["--resolutions", 32], [32]),
+        (["--rows_per_file", 5], 5),
+    ],
+)
+def test_other_settings_do_not_touch_a_data_set(flags, value, encode, tmp_path):
+    encode()
+    before, name = tree(tmp_path), flags[0][2:]
+    with pytest.raises(cli.BadInput, match=rf"out holds a run with other settings \({name} was .*--overwrite"):
+        encode(*flags)
+    assert tree(tmp_path) == before
+    encode(*flags, "--overwrite")
+    assert json.loads((tmp_path / "out" / "metadata.json").read_text())["settings"][name] == value
+    assert len(Folder(tmp_path / "out").names(".parquet")) == (2 if value == 5 else 3)
+
+
+def test_other_data_or_another_models_encoders_are_other_settings(encode, tmp_path):
+    encode()
+    with pytest.raises(cli.BadInput, match=r"other settings .input was"):
+        encode(source=make_data(tmp_path / "more", count=11))
+    other = make_tiny_model(tmp_path / "other", num_train_timesteps=10)
+    assert encode(model=other)["rows"] == 10  # the encoders are the same
+    name = next((other / "vae").glob("*.safetensors"))
+    data = bytearray(name.read_bytes())
+    data[-100:] = bytes(100)
+    name.write_bytes(data)
+    with pytest.raises(cli.BadInput, match=r"other settings .encoders was"):
+        encode(model=other)
+
+
+def test_an_unfinished_run_of_other_settings_is_only_dropped_by_overwrite(encode, stop_at, tmp_path):
+    stop_at(1)
+    with pytest.raises(cli.OutOfResource):
+        encode()
+    before = tree(tmp_path)
+    with pytest.raises(cli.BadInput, match=r"the unfinished .*out.* holds .*seed was 0, now 1"):
+        encode("--seed", 1)
+    assert tree(tmp_path).keys() == before.keys()
+    seen = stop_at()
+    assert encode("--seed", 1, "--overwrite")["rows"] == 10 and seen == PARTS
+
+
+def test_parts_of_a_run_that_was_killed_before_it_appeared_keep_their_settings(encode, stop_at, tmp_path, monkeypatch):
+    def kill(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "publish", kill)
+        with pytest.raises(KeyboardInterrupt):
+            encode()
+    with pytest.raises(cli.BadInput, match="crop was 'center', now 'random'"):
+        encode("--crop", "random")
+    seen = stop_at()
+    assert encode()["rows"] == 10 and seen == []
+    assert sorted(tree(tmp_path / "out")) == ["bad_rows.jsonl", "manifest.json", "metadata.json", *PARTS]
+
+
+@pytest.mark.parametrize("damage", ["foreign", "cut"])
+def test_what_is_no_whole_data_set_is_in_the_way(damage, encode, tmp_path):
+    if damage == "foreign":
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "holiday.jpg").write_bytes(png())
+    else:
+        encode()
+        (tmp_path / "out" / PARTS[1]).write_bytes(b"cut")
+    before = tree(tmp_path)
+    with pytest.raises(cli.BadInput, match=r"--output_dir .*out is in the way.*--overwrite"):
+        encode()
+    assert tree(tmp_path) == before
+    assert encode("--overwrite")["rows"] == 10
+    assert checkpoint.read_manifest(tmp_path / "out", deep=True) and not (tmp_path / "out" / "holiday.jpg").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def test_another_run_holds_the_output(encode, tmp_path):
+    with checkpoint.lock(tmp_path / "out.work" / ".lock"), pytest.raises(cli.TryAgain, match="process") as error:
+        encode()
+    assert error.value.exit_code == 75
+    assert encode()["rows"] == 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--resolutions", "20"], "--resolutions 20 is not a multiple of 8"),
+        (["--resolutions", "16", "17"], "--resolutions 17 is not a multiple of 8"),
+        (["--caption_column", "none"], "no column none: .*it has image, caption"),
+        (["--input", "none"], "--input .*none does not exist"),
+        (["--model_dir", "none"], "--model_dir .*none is not a folder"),
+    ],
+)
+def test_wrong_input_is_told_before_anything_is_written(flags, message, encode, tmp_path):
+    with pytest.raises(cli.BadInput, match=message):
+        encode(*flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_says_it_in_one_line(command, tmp_path):
+    (tmp_path / "file").touch()
+    done = run_script("preprocess.py", *command(folder=tmp_path / "file" / "out"))
+    assert (done.returncode, done.stdout) == (3, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"preprocess.py: --output_dir {tmp_path}/file/out: ")
+
+
+def test_weights_that_give_nan_fail_the_check(encode, tiny_model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = make_tiny_model(tmp_path / "nan")
+    path = next((model / "vae").glob("*.safetensors"))
+    tensors = load_file(path)
+    tensors["quant_conv.weight"].fill_(float("nan"))
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(cli.CheckFailed, match=r"image_latents_16 of x\.parquet:0:0 .*not finite"):
+        encode(model=model)
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Object stores
+
+
+def test_from_a_store_to_a_store(encode, stop_at, data, s3, whole, tmp_path):
+    Folder(s3("in")).write("x.parquet", (data / "x.parquet").read_bytes())
+    options = {"source": s3("in"), "folder": s3("deep/out")}
+    flags = ["--resolutions", 16, 32]
+    stop_at(2)
+    with pytest.raises(cli.OutOfResource):
+        encode(*flags, **options)
+    seen = stop_at()
+    assert encode(*flags, **options)["rows"] == 10 and seen == PARTS[2:]
+    there = Folder(s3("deep/out"))
+    assert list(there.names("")) == ["bad_rows.jsonl", "metadata.json", *PARTS]
+    assert {name: there.read(name) for name in PARTS} == {name: (whole / name).read_bytes() for name in PARTS}
+    assert encode(*flags, **options)["rows"] == 10 and seen == PARTS[2:]  # all there
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwrite_drops_what_a_store_held(encode, stop_at, s3, tmp_path):
+    options = {"folder": s3("out")}
+    encode(**options)
+    with pytest.raises(cli.BadInput, match="crop was 'center', now 'random'"):
+        encode("--crop", "random", **options)
+    stop_at(1)
+    with pytest.raises(cli.OutOfResource):
+        encode("--crop", "random", "--overwrite", **options)
+    assert list(Folder(s3("out")).names("")) == [PARTS[0], "run.json"]  # no reader takes it for whole
+    stop_at()
+    assert encode("--crop", "random", **options)["rows"] == 10
+    encode("--crop", "random", folder=tmp_path / "here")
+    here, there = read_parts(tmp_path / "here"), read_parts(s3("out"))
+    assert all(np.array_equal(here[name], there[name]) for name in here)
+
+
+def test_a_store_folder_of_other_things_is_in_the_way(encode, s3):
+    Folder(s3("out")).write("metadata.json", b'{"not": "ours"}')
+    with pytest.raises(cli.BadInput, match="is in the way"):
+        encode(folder=s3("out"))
+    assert Folder(s3("out")).names("") == {"metadata.json": 15}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On Ray
+
+
+@pytest.mark.ray
+def test_actors_write_what_this_process_does(ray_session, encode, tmp_path):
+    source = make_data(tmp_path / "data", bad=[6], row_group_size=5)
+    flags = ["--max_bad_fraction", 0.1, "--crop", "random", "--rows_per_file", 3]
+    results = [
+        encode(*flags, "--num_workers", workers, source=source, folder=tmp_path / name)
+        for workers, name in ((0, "here"), ("1", "there"))
+    ]
+    assert all((result["rows"], result["bad_rows"]) == (9, 1) for result in results)
+    here, there = read_parts(tmp_path / "here"), read_parts(tmp_path / "there")
+    for name, values in here.items():
+        assert (
+            np.allclose(values, there[name], rtol=2e-3, atol=2e-3)
+            if "latents" in name
+            else (values == there[name]).all()
+        )
+    assert read_bad_rows(tmp_path / "here") == read_bad_rows(tmp_path / "there") != []
+
+
+@pytest.mark.ray
+def test_a_file_that_a_task_finds_damaged_ends_the_run_with_its_name(ray_session, encode, tmp_path):
+    source = make_data(tmp_path / "data", compression="none", use_dictionary=False)
+    data = (source / "x.parquet").read_bytes()
+    start = data.index(png(0)[:50])
+    (source / "x.parquet").write_bytes(data[: start - 4] + b"\xff\xff\xff\x7f" + data[start:])
+    with pytest.raises(cli.CheckFailed, match=r"x\.parquet is damaged"):
+        encode("--num_workers", "1", source=source)
+    assert not (tmp_path / "out").exists()
