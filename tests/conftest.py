@@ -1,5 +1,6 @@
 """A tiny Stable Diffusion pipeline of random weights, photos, and one Ray for the session."""
 
+import io
 import json
 import logging
 import os
@@ -101,6 +102,14 @@ def make_latents(folder, raw_data, model_dir, **flags):
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     preprocess.main(preprocess.parse_args([*words, "--output_dir", str(folder)]))
     return folder
+
+
+def noise_png(seed=0, width=28, height=20):
+    """Return the bytes of a PNG of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
 
 
 def run_script(script, *arguments, timeout=240, **environment):

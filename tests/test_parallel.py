@@ -29,9 +29,9 @@ MODES = {
 ALONE = training.Place(0, 1, torch.device("cpu"))
 UNET = {
     "sample_size": 8,
-    "block_out_channels": [8, 8],
-    "down_block_types": ["DownBlock2D", "DownBlock2D"],
-    "up_block_types": ["UpBlock2D", "UpBlock2D"],
+    "block_out_channels": [8],
+    "down_block_types": ["DownBlock2D"],
+    "up_block_types": ["UpBlock2D"],
     "layers_per_block": 1,
     "norm_num_groups": 4,
     "cross_attention_dim": 16,

@@ -12,21 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import RESOLUTION
-from PIL import Image
+from conftest import RESOLUTION, noise_png
 
 import cli
 import dataset
 import raw_data
 from raw_data import Loader, list_sources, read_rows
 from storage import Folder
-
-
-def png(seed=0, width=24, height=20):
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "png")
-    return buffer.getvalue()
 
 
 def write_parquet(path, image, caption, row_group_size=None, **names):
@@ -100,13 +92,13 @@ def test_the_struct_of_hugging_face_holds_bytes_or_a_path(tmp_path):
 
 
 def test_paths_lie_below_the_folder_and_addresses_anywhere(tmp_path, s3):
-    write_jsonl(tmp_path / "data", [], [("images/a.png", png(1))])
-    (tmp_path / "other.png").write_bytes(png(2))
-    Folder(s3("")).write("c.png", png(3))
+    write_jsonl(tmp_path / "data", [], [("images/a.png", noise_png(1))])
+    (tmp_path / "other.png").write_bytes(noise_png(2))
+    Folder(s3("")).write("c.png", noise_png(3))
     paths = ["images/a.png", str(tmp_path / "other.png"), s3("c.png"), s3("none.png"), "ftp://host/x.png"]
     write_parquet(tmp_path / "data" / "sub" / "x.parquet", paths, ["a"] * 5, image_column="image_path")
     chunk = load(tmp_path / "data")
-    wanted = [dataset.crop_square(dataset.read_image(png(seed)), RESOLUTION) for seed in (1, 2, 3)]
+    wanted = [dataset.crop_square(dataset.read_image(noise_png(seed)), RESOLUTION) for seed in (1, 2, 3)]
     assert np.array_equal(chunk[f"pixels_{RESOLUTION}"], np.stack(wanted))
     assert reasons(chunk) == {3: "file not found", 4: reasons(chunk)[4]} and "ftp://" in reasons(chunk)[4]
 
@@ -150,11 +142,8 @@ def test_lines_name_files_beside_them(tmp_path):
     found = [(row["image"], row["caption"]) for row in all_rows(tmp_path)]
     assert found == [("a.png", "one"), ("b/c.png", "two"), ("more/d.png", "three")]
     other = {"image_column": "text", "caption_column": "file_name"}
-    assert all_rows(tmp_path, **other)[2] == {
-        "key": "more/metadata.jsonl:0:0",
-        "image": "more/three",
-        "caption": "d.png",
-    }
+    row = {"key": "more/metadata.jsonl:0:0", "image": "more/three", "caption": "d.png"}
+    assert all_rows(tmp_path, **other)[2] == row
 
 
 def test_a_long_file_is_several_sources(tmp_path, monkeypatch):
@@ -167,18 +156,11 @@ def test_a_long_file_is_several_sources(tmp_path, monkeypatch):
 
 def test_odd_lines_are_bad_rows_and_no_more(tmp_path):
     """U+2028 and its like end a line of text in Python, not one of JSON."""
-    odd = [
-        b"{broken",
-        b"[1]",
-        b"5",
-        b'{"text": "no name"}',
-        {"file_name": None, "text": "x"},
-        {"file_name": 5, "text": "x"},
-    ]
+    odd = [b"{broken", b"[1]", b"5", b'{"text": "no name"}', {"file_name": 5, "text": "x"}, {"file_name": None}]
     odd += [{"file_name": "a.png", "text": None}, {"file_name": "a.png", "text": ["x"]}, b'{"file_name": "caf\xe9"}']
     odd += [b'{"file_name": "a.png", "text": "half a pair \\ud83d"}', b'{"file_name": "a\\u0000.png", "text": "x"}']
     good = [{"file_name": "a.png", "text": f"one{end}line"} for end in "\u2028\u2029\x85"]
-    write_jsonl(tmp_path, [*odd, *good], [("a.png", png())])
+    write_jsonl(tmp_path, [*odd, *good], [("a.png", noise_png())])
     chunk = load(tmp_path)
     assert chunk["captions"] == [row["text"] for row in good]
     assert sorted(reasons(chunk)) == list(range(len(odd)))
@@ -242,13 +224,16 @@ def make_kind(folder, kind, count=10):
     names = {"parquet": "x.parquet", "jsonl": "metadata.jsonl", "tar": "x.tar"}
     captions = [f"caption {i}" for i in range(count)]
     if kind == "parquet":
-        write_parquet(folder / "x.parquet", [png(i) for i in range(count)], captions)
+        write_parquet(folder / "x.parquet", [noise_png(i) for i in range(count)], captions)
     elif kind == "jsonl":
         rows = [{"file_name": f"{i}.png", "text": caption} for i, caption in enumerate(captions)]
-        write_jsonl(folder, rows, [(f"{i}.png", png(i)) for i in range(count)])
+        write_jsonl(folder, rows, [(f"{i}.png", noise_png(i)) for i in range(count)])
     else:
         folder.mkdir()
-        pairs = [(f"{i}.png", png(i)) for i in range(count)], [(f"{i}.txt", c.encode()) for i, c in enumerate(captions)]
+        pairs = (
+            [(f"{i}.png", noise_png(i)) for i in range(count)],
+            [(f"{i}.txt", c.encode()) for i, c in enumerate(captions)],
+        )
         (folder / "x.tar").write_bytes(make_tar([member for pair in zip(*pairs, strict=True) for member in pair]))
     return names[kind]
 
@@ -283,7 +268,7 @@ def test_one_file_is_an_input_too(kind, remote, tmp_path, request):
 def test_nothing_to_read_is_bad_input(tmp_path):
     with pytest.raises(cli.BadInput, match=r"--input .*none does not exist"):
         list_sources(str(tmp_path / "none"))
-    (tmp_path / "photo.png").write_bytes(png())
+    (tmp_path / "photo.png").write_bytes(noise_png())
     for place in (tmp_path, tmp_path / "photo.png"):
         with pytest.raises(cli.BadInput, match=r"--data .*holds no \.parquet or \.tar file and no metadata\.jsonl"):
             list_sources(str(place), flag="--data")
@@ -306,14 +291,14 @@ def test_data_without_rows_are_bad_input(kind, tmp_path):
 
 def test_each_bad_row_has_its_reason_and_the_others_are_loaded(tmp_path):
     bad = {
-        "truncated": (png()[:700], "a", "damaged"),
+        "truncated": (noise_png()[:700], "a", "damaged"),
         "text": (b"<html>not found</html>", "a", "not an image"),
         "empty": (b"", "a", "no image"),
         "null": (None, "a", "no image"),
-        "no caption": (png(), None, "no caption"),
-        "small": (png(0, 40, 8), "a", "only 40x8 pixels"),
+        "no caption": (noise_png(), None, "no caption"),
+        "small": (noise_png(0, 40, 8), "a", "only 40x8 pixels"),
     }
-    image, caption, reason = zip(*bad.values(), (png(1), "good", None), (png(2), "", None), strict=True)
+    image, caption, reason = zip(*bad.values(), (noise_png(1), "good", None), (noise_png(2), "", None), strict=True)
     write_parquet(tmp_path / "x.parquet", list(image), list(caption))
     chunk = load(tmp_path)
     assert chunk["keys"] == ["x.parquet:0:6", "x.parquet:0:7"] and chunk["captions"] == ["good", ""]
@@ -331,7 +316,7 @@ def test_a_column_of_numbers_is_all_bad(tmp_path):
 
 
 def test_paths_stay_in_their_folder(tmp_path):
-    (tmp_path / "secret.png").write_bytes(png())
+    (tmp_path / "secret.png").write_bytes(noise_png())
     names = [
         "../secret.png",
         "sub/../../secret.png",
@@ -340,7 +325,7 @@ def test_paths_stay_in_their_folder(tmp_path):
         "s3://bucket/x.png?region=eu&colour=red",
         "x" * 5000,
     ]
-    write_jsonl(tmp_path / "data", [{"file_name": name, "text": "x"} for name in names], [("sub/a.png", png())])
+    write_jsonl(tmp_path / "data", [{"file_name": name, "text": "x"} for name in names], [("sub/a.png", noise_png())])
     found = reasons(load(tmp_path / "data"))
     assert found[0] == found[1] == "a path that leaves its folder" and found[3] == "file not found"
     assert all("cannot be read" in found[row] for row in (2, 4, 5))
@@ -370,7 +355,7 @@ def web():
             state.hits.append(self.path)
             kind = self.path.split("/")[1].split("?")[0]
             if kind == "good" or (kind == "flaky" and state.hits.count(self.path) > 1):
-                self.answer(200, png())
+                self.answer(200, noise_png())
             elif kind in ("404", "500", "429", "flaky"):
                 self.answer(int(kind) if kind.isdigit() else 500, b"no")
             elif kind == "moved":
@@ -382,10 +367,10 @@ def web():
                 while not state.over.wait(0.05):
                     self.wfile.write(b"x")
             elif kind == "cut":
-                self.answer(200, png()[:-300], Content_Length=len(png()))
+                self.answer(200, noise_png()[:-300], Content_Length=len(noise_png()))
             elif kind == "chunks":
                 self.protocol_version = "HTTP/1.1"
-                self.answer(200, b"ffff\r\n" + png()[:-300], Transfer_Encoding="chunked")
+                self.answer(200, b"ffff\r\n" + noise_png()[:-300], Transfer_Encoding="chunked")
                 self.close_connection = True
             elif kind == "babble":
                 self.wfile.write(b"What is a status line?\r\n\r\n")
@@ -472,12 +457,12 @@ def crops(folder, resolution=RESOLUTION, first=0, count=10, epoch=0, source=0, *
 def wide(tmp_path_factory):
     """Two row groups of the same ten wide pictures."""
     folder = tmp_path_factory.mktemp("wide")
-    write_parquet(folder / "x.parquet", [png(i, 100, 20) for i in range(10)] * 2, ["x"] * 20, row_group_size=10)
+    write_parquet(folder / "x.parquet", [noise_png(i, 100, 20) for i in range(10)] * 2, ["x"] * 20, row_group_size=10)
     return folder
 
 
 def test_the_centre_is_cropped_whatever_the_seed(wide):
-    wanted = np.stack([dataset.crop_square(dataset.read_image(png(i, 100, 20)), RESOLUTION) for i in range(10)])
+    wanted = np.stack([dataset.crop_square(dataset.read_image(noise_png(i, 100, 20)), RESOLUTION) for i in range(10)])
     for seed in (0, 1):
         assert np.array_equal(crops(wide, random_crop=False, seed=seed), wanted)
     flipped = crops(wide, random_crop=False, random_flip=True)

@@ -30,7 +30,7 @@ def parse_args(argv=None):
     parser = cli.make_parser(__doc__)
     parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
     parser.add_argument("--output_dir", required=True, help="folder for the Parquet files")
-    parser.add_argument("--rows_per_picture", type=cli.positive_int, default=40, help="rows of each emoji")
+    parser.add_argument("--rows_per_picture", type=cli.positive_int, default=60, help="rows of each emoji")
     parser.add_argument("--seed", type=cli.seed, default=0, help="seed of places, backgrounds, captions and order")
     cli.add_shared_flags(parser)
     return parser.parse_args(argv)

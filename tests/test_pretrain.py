@@ -1,0 +1,551 @@
+"""pretrain.py run whole on a tiny model, in this process and on Ray workers."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import ROOT, last_json, make_raw_data, tree
+
+import checkpoint
+import cli
+import parallel
+import preprocess
+import pretrain
+import training
+
+
+@pytest.fixture
+def command(tiny_model, latents, tmp_path):
+    """Return a function that runs pretrain.py here with some flags changed."""
+
+    def arguments(**flags):
+        flags = {
+            "data": latents,
+            "model_dir": tiny_model,
+            "output_dir": tmp_path / "out",
+            "num_workers": 0,
+            "batch_size_per_worker": 4,
+            "max_steps": 4,
+            "lr": 1e-3,
+            "lr_warmup_steps": 0,
+            "shuffle_window": 2,
+            "log_every": 1,
+            **flags,
+        }
+        words = []
+        for name, value in flags.items():
+            if value is True:
+                words.append(f"--{name}")
+            elif value is not None:
+                words += [f"--{name}", str(value)]
+        return words
+
+    def run(**flags):
+        pretrain.main(pretrain.parse_args(arguments(**flags)))
+
+    run.arguments = arguments
+    run.output_dir, run.work_dir = tmp_path / "out", tmp_path / "out.work"
+    return run
+
+
+@pytest.fixture(autouse=True)
+def short_sampling(monkeypatch):
+    monkeypatch.setattr("model_card.CARD_STEPS", 2)
+
+
+def weights(folder):
+    """Return the UNet's weights in a folder, in one file or several."""
+    return parallel.read_shares(Path(folder) / "unet", parallel.WEIGHTS)
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys() and one
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, f"{len(different)} of {len(one)} tensors differ, {different[0]} the first"
+
+
+def assert_same_state(one, other, step):
+    """Weights, averages and optimizer in the checkpoints of two work folders."""
+    files = [sorted(checkpoint.checkpoint_path(folder, step).rglob("*.safetensors")) for folder in (one, other)]
+    assert [path.name for path in files[0]] == [path.name for path in files[1]] and files[0]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
+
+
+def log_of(work_dir):
+    return training.read_log(Path(work_dir) / training.LOG)
+
+
+def losses(work_dir):
+    return [line["loss"] for line in log_of(work_dir)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step by hand
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+@pytest.mark.parametrize("prescaled", [False, True])
+@pytest.mark.parametrize("snr_gamma", [None, 5.0])
+@pytest.mark.parametrize("model", ["tiny_model", "tiny_v_model"])
+def test_losses_by_hand(request, model, snr_gamma, prescaled, num_rows):
+    """The whole step against the formulas written out, for both prediction types."""
+    from diffusers import DDPMScheduler
+
+    scheduler = DDPMScheduler.from_pretrained(request.getfixturevalue(model), subfolder="scheduler")
+    torch.manual_seed(num_rows)
+    batch = {name: torch.randn(num_rows, 4, 3, 2) for name in ("mean", "std", "noise", "posterior_noise")}
+    batch |= {"timesteps": torch.tensor([3, 500, 999])[:num_rows], "prompt": torch.randn(num_rows, 5, 6)}
+    if prescaled:
+        del batch["std"]
+
+    def half(noisy_latents, timesteps, prompt):
+        assert torch.equal(timesteps, batch["timesteps"]) and torch.equal(prompt, batch["prompt"])
+        return SimpleNamespace(sample=0.5 * noisy_latents)
+
+    options = {"noise_scheduler": scheduler, "vae_config": {"scaling_factor": 0.6}, "snr_gamma": snr_gamma}
+    expected = []
+    for i in range(num_rows):
+        latents = batch["mean"][i]
+        if not prescaled:
+            latents = (latents + batch["std"][i] * batch["posterior_noise"][i]) * 0.6
+        signal_rate = scheduler.alphas_cumprod[batch["timesteps"][i]]
+        root, rest = signal_rate.sqrt(), (1 - signal_rate).sqrt()
+        noisy = root * latents + rest * batch["noise"][i]
+        snr = signal_rate / (1 - signal_rate)
+        target, weight = batch["noise"][i], min(snr, 5) / snr
+        if model == "tiny_v_model":
+            target, weight = root * batch["noise"][i] - rest * latents, min(snr, 5) / (snr + 1)
+        loss = ((0.5 * noisy - target) ** 2).mean().item()
+        expected.append(loss if snr_gamma is None else loss * weight.item())
+    assert pretrain.denoising_losses(half, batch, **options).tolist() == pytest.approx(expected, rel=1e-4)
+    (loss,) = pretrain.training_step(batch, model=half, **options)
+    assert loss.item() == pytest.approx(sum(expected) / num_rows, rel=1e-4)
+
+
+def test_validation_loss_is_the_weighted_sum(monkeypatch):
+    rows = iter([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 50.0])])
+    monkeypatch.setattr(pretrain, "denoising_losses", lambda batch: next(rows))
+    batches = [({}, torch.tensor([1 / 3, 1 / 3])), ({}, torch.tensor([1 / 3, 0.0]))]
+    place = training.Place(0, 1, torch.device("cpu"))
+    assert pretrain.validation_loss(batches, place, torch.float32) == pytest.approx(2.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole run
+
+
+def test_files_pipeline_and_card(command, capsys):
+    from diffusers import DiffusionPipeline
+
+    command(checkpointing_steps=2, sample_prompts="picture 1", num_validation_rows=3)
+    assert last_json(capsys.readouterr().out) == {"output_dir": str(command.output_dir), "steps": 4, "trained": 4}
+    assert {path.name for path in command.output_dir.iterdir()} == {
+        *("README.md", "manifest.json", "model_index.json", "samples", "training_log.jsonl"),
+        *("scheduler", "text_encoder", "tokenizer", "unet", "vae"),
+    }
+    assert {path.name for path in command.work_dir.iterdir()} == {
+        *("checkpoint-000002", "checkpoint-000004", "latest", "log.jsonl", "run.json", "tensorboard", ".lock"),
+    }
+    card = (command.output_dir / "README.md").read_text()
+    for part in ("library_name: diffusers", "4 steps of 4 images", "- picture 1", "samples/0.png", "| lr | 0.001 |"):
+        assert part in card
+    texts = [card, *(path.read_text() for path in command.output_dir.rglob("*.json"))]
+    assert len(texts) > 5 and not any(str(command.output_dir.parent) in text for text in texts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline = DiffusionPipeline.from_pretrained(command.output_dir)
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline("picture 1", num_inference_steps=2).images[0].size == (16, 16)
+    assert_equal(dict(pipeline.unet.state_dict()), weights(command.output_dir))
+
+
+def test_same_command_writes_nothing_and_imports_no_torch(command):
+    command(max_steps=1)
+    before = tree(command.output_dir) | tree(command.work_dir)
+    code = "import sys, pretrain; pretrain.main(pretrain.parse_args(sys.argv[1:])); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.arguments(max_steps=1)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert last_json(done.stdout)["trained"] == 0
+    assert tree(command.output_dir) | tree(command.work_dir) == before
+
+
+def test_epochs_are_of_the_rows_that_are_not_held_out(command, capsys):
+    command(max_steps=None, max_epochs=2, num_validation_rows=2)
+    assert last_json(capsys.readouterr().out)["steps"] == 11  # 2 x 21 rows by 4
+
+
+@pytest.mark.parametrize("num_validation_rows", [0, 3])
+def test_resume_is_bit_equal_after_a_crash(command, tmp_path, monkeypatch, num_validation_rows):
+    flags = {"num_validation_rows": num_validation_rows, "validation_steps": 1, "max_steps": 6}
+    flags |= {"lr_scheduler": "cosine", "lr_warmup_steps": 2, "checkpointing_steps": 2}
+    command(output_dir=tmp_path / "whole", **flags)
+    real = training.accumulate_gradients
+
+    def crash(run, step, *rest):
+        if step == 3:
+            raise RuntimeError("power cut")
+        return real(run, step, *rest)
+
+    monkeypatch.setattr(training, "accumulate_gradients", crash)
+    with pytest.raises(RuntimeError):
+        command(**flags)
+    assert not command.output_dir.exists() and checkpoint.newest_checkpoint(command.work_dir)[0] == 2
+    monkeypatch.setattr(training, "accumulate_gradients", real)
+    command(**flags)
+    assert_equal(weights(tmp_path / "whole"), weights(command.output_dir))
+    assert_same_state(tmp_path / "whole.work", command.work_dir, 6)
+    assert log_of(command.work_dir) == log_of(tmp_path / "whole.work")
+
+
+def test_validation_changes_nothing(command, tmp_path):
+    command(output_dir=tmp_path / "often", num_validation_rows=5, validation_steps=2, max_steps=5)
+    command(output_dir=tmp_path / "once", num_validation_rows=5, validation_steps=1000, max_steps=5)
+    assert losses(tmp_path / "often.work") == losses(tmp_path / "once.work")
+    assert_same_state(tmp_path / "often.work", tmp_path / "once.work", 5)
+    found = [
+        {line["step"]: line["validation_loss"] for line in log_of(tmp_path / name) if "validation_loss" in line}
+        for name in ("often.work", "once.work")
+    ]
+    assert list(found[0]) == [2, 4, 5] and list(found[1]) == [5] and found[0][5] == found[1][5]
+    assert 0.1 < found[0][5] < 10
+
+
+def test_the_averages_are_published(command, tmp_path):
+    command(max_steps=3)
+    folder = checkpoint.checkpoint_path(command.work_dir, 3)
+    raw, averages = weights(folder), weights(folder / "ema")
+    assert_equal(averages, weights(command.output_dir))
+    assert any(not torch.equal(raw[name], averages[name]) for name in raw)
+    command(output_dir=tmp_path / "raw", ema_decay=0, max_steps=3)
+    folder = checkpoint.checkpoint_path(tmp_path / "raw.work", 3)
+    assert not (folder / "ema").exists()
+    assert_equal(weights(folder), weights(tmp_path / "raw"))
+    assert_equal(raw, weights(folder))
+
+
+def test_online_and_offline_give_the_same_losses(command, tmp_path, raw_data):
+    flags = {"max_steps": 6, "num_validation_rows": 3, "validation_steps": 3}
+    command(output_dir=tmp_path / "offline", **flags)
+    command(output_dir=tmp_path / "online", data=raw_data, online=True, rows_per_file=5, **flags)
+    offline, online = log_of(tmp_path / "offline.work"), log_of(tmp_path / "online.work")
+    for name in ("loss", "validation_loss", "grad_norm"):
+        pair = [[line.get(name, 0.0) for line in lines] for lines in (offline, online)]
+        assert pair[0] == pytest.approx(pair[1], abs=1e-6)
+
+
+def test_every_weight_moves_and_the_gradient_is_clipped(command, monkeypatch):
+    seen, real = [], training.make_optimizer
+
+    def watched(*arguments):
+        optimizer = real(*arguments)
+        started.append([parameter.detach().clone() for parameter in optimizer.parameters])
+        optimizer.adamw.register_step_pre_hook(
+            lambda *_: seen.append(torch.cat([p.grad.flatten() for p in optimizer.parameters]).norm().item())
+        )
+        return optimizer
+
+    started = []
+    monkeypatch.setattr(training, "make_optimizer", watched)
+    command(max_steps=10, max_grad_norm=0.01)
+    assert seen == pytest.approx([0.01] * 10, rel=1e-3)
+    assert min(line["grad_norm"] for line in log_of(command.work_dir)) > 0.1
+    unet = weights(checkpoint.checkpoint_path(command.work_dir, 10)).values()
+    before, after = (torch.cat(sorted_flat(tensors)) for tensors in (started[0], unet))
+    assert (before != after).float().mean() > 0.99
+
+
+def sorted_flat(tensors):
+    """Names are not kept in an optimizer: compare what moved by the sorted numbers."""
+    return [torch.cat([tensor.flatten() for tensor in tensors]).sort().values]
+
+
+def test_it_learns(command):
+    command(max_steps=60, lr=3e-3, ema_decay=0)
+    found = losses(command.work_dir)
+    assert sum(found[-10:]) < 0.8 * sum(found[:10])
+
+
+def test_accumulation_and_gradient_checkpointing_change_no_loss(command, tmp_path):
+    command(output_dir=tmp_path / "batch")
+    command(output_dir=tmp_path / "steps", batch_size_per_worker=2, gradient_accumulation_steps=2)
+    command(output_dir=tmp_path / "again", gradient_checkpointing=True)
+    assert losses(tmp_path / "steps.work") == pytest.approx(losses(tmp_path / "batch.work"), abs=1e-5)
+    assert losses(tmp_path / "again.work") == pytest.approx(losses(tmp_path / "batch.work"), abs=1e-6)
+
+
+def test_the_published_layout_is_trained_on(command, tmp_path):
+    rng = np.random.default_rng(0)
+    image = rng.standard_normal((12, 4 * 8 * 8), dtype=np.float32)
+    columns = {"image_latents_16": list(image), "caption_embeddings": list(rng.standard_normal((12, 24 * 16)))}
+    (tmp_path / "published").mkdir()
+    pq.write_table(pa.table({name: pa.array(rows) for name, rows in columns.items()}), tmp_path / "published/0.parquet")
+    flags = {"data": tmp_path / "published", "max_steps": 3}
+    with pytest.raises(cli.BadInput, match="--prescaled_latents"):
+        command(**flags)
+    command(prescaled_latents=True, **flags)
+    assert len(losses(command.work_dir)) == 3
+    command(output_dir=tmp_path / "named", prescaled_latents=True, latents_column="image_latents_16", **flags)
+    assert losses(tmp_path / "named.work") == losses(command.work_dir)
+
+
+def test_a_unet_of_another_configuration(command, tiny_model, tmp_path):
+    config = json.loads((tiny_model / "unet" / "config.json").read_text())
+    (tmp_path / "unet.json").write_text(json.dumps({**config, "block_out_channels": [8, 16]}))
+    command(unet_config=tmp_path / "unet.json", max_steps=1)
+    assert json.loads((command.output_dir / "unet" / "config.json").read_text())["block_out_channels"] == [8, 16]
+    assert weights(command.output_dir)["conv_in.weight"].shape[0] == 8
+
+
+def test_new_weights_are_the_seeds_and_others_the_models(command, tiny_model, tmp_path):
+    flags = {"max_steps": 1, "lr": 1e-12, "adam_weight_decay": 0, "ema_decay": 0}
+    for name, more in {"0": {}, "1": {"seed": 1}, "kept": {"init_from_pretrained": True}}.items():
+        command(output_dir=tmp_path / name, **flags, **more)
+    model, zero, one, kept = (
+        weights(folder)["conv_in.weight"] for folder in (tiny_model, *(tmp_path / n for n in ("0", "1", "kept")))
+    )
+    assert torch.allclose(kept, model, atol=1e-9)
+    assert not torch.allclose(zero, one) and not torch.allclose(zero, model) and not torch.allclose(one, model)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input: refused in one line before a model is loaded
+
+
+@pytest.fixture
+def refused(command, monkeypatch):
+    """Return a function that runs the command, which must fail before a model is loaded, and returns its line."""
+
+    def loaded(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    def refuse(**flags):
+        with monkeypatch.context() as patch, pytest.raises(cli.ToolError) as caught:
+            patch.setattr("utils.load_models", loaded)
+            patch.setattr("pretrain.load_unet", loaded)
+            command(**flags)
+        code, line = cli.describe_error(caught.value)
+        assert code == 3 and "\n" not in line
+        assert not command.output_dir.exists() or checkpoint.read_manifest(command.output_dir)
+        return line
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"batch_size_per_worker": 24}, "holds 23 rows, a step takes 24"),
+        ({"batch_size_per_worker": 4, "gradient_accumulation_steps": 6}, "holds 23 rows, a step takes 24"),
+        ({"num_validation_rows": 20}, "holds 3 rows, a step takes 4"),
+        ({"num_validation_rows": 23}, "--num_validation_rows 23 leaves nothing of 23 rows"),
+        ({"num_validation_rows": 99}, "--num_validation_rows 99 leaves nothing of 23 rows"),
+        ({"resolution": 32}, "holds latents of 16 pixels, not of --resolution 32"),
+        ({"resolution": 17}, "--resolution 17 is not a multiple of 8"),
+        ({"data": "/nowhere"}, "--data /nowhere is not a folder"),
+        ({"data": "/nowhere", "online": True}, "--data /nowhere does not exist"),
+        ({"model_dir": "/nowhere"}, "--model_dir /nowhere"),
+        ({"output_dir": "/dev/null/out"}, "--output_dir"),
+        ({"latents_column": "x"}, "has no column x"),
+        ({"unet_config": "/nowhere"}, "--unet_config /nowhere"),
+    ],
+)
+def test_bad_input(refused, flags, words):
+    assert words in refused(**flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "Expecting property name"),
+        ("[1, 2]", "is not a UNet's configuration"),
+        ("{}", "takes in_channels None, the model in_channels 4"),
+        ('{"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32}', "cross_attention_dim 32"),
+        ('{"in_channels": 3, "out_channels": 4, "cross_attention_dim": 16}', "in_channels 3"),
+    ],
+)
+def test_a_bad_unet_configuration(refused, tmp_path, text, words):
+    (tmp_path / "unet.json").write_text(text)
+    line = refused(unet_config=tmp_path / "unet.json")
+    assert line.startswith("--unet_config ") and words in line
+
+
+def test_bad_data(refused, latents, tiny_model, tmp_path):
+    copy = shutil.copytree(latents, tmp_path / "copy")
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    (other / "vae" / "config.json").write_text((other / "vae" / "config.json").read_text() + "\n")
+    assert "of another model (tiny)" in refused(model_dir=other)
+    (copy / "metadata.json").rename(copy / "run.json")
+    assert "is not finished" in refused(data=copy)
+    for path in copy.glob("*.parquet"):
+        path.unlink()
+    assert "is not finished" in refused(data=copy)
+    (copy / "run.json").unlink()
+    assert "holds no rows" in refused(data=copy, prescaled_latents=True)
+    folder = make_raw_data(tmp_path / "raw", 0)
+    assert "holds no rows" in refused(data=folder, online=True)
+
+
+def test_what_is_in_the_way_is_not_touched(refused, command):
+    command.output_dir.mkdir()
+    (command.output_dir / "thesis.tex").write_text("mine")
+    with pytest.raises(cli.BadInput, match="in the way"):
+        command()
+    assert (command.output_dir / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"online": True, "prescaled_latents": True},
+        {"unet_config": "x", "init_from_pretrained": True},
+        {"lr_scheduler": "constant", "lr_warmup_steps": 5},
+        {"strategy": "x"},
+        {"fsdp_sharding": "x"},
+        {"ema_decay": 1.5},
+        {"lr": 0},
+        {"num_workers": -1},
+        {"max_steps": 0},
+        {"data": None},
+    ],
+)
+def test_usage_errors(command, flags):
+    with pytest.raises(SystemExit) as stop:
+        command(**flags)
+    assert stop.value.code == 2
+
+
+def test_other_settings_are_refused_and_overwrite_replaces(command):
+    command(max_steps=1)
+    with pytest.raises(cli.BadInput, match=r"lr was 0\.001, now 0\.01"):
+        command(max_steps=1, lr=1e-2)
+    with pytest.raises(cli.BadInput, match="rows_per_step was 4, now 8"):
+        command(max_steps=1, batch_size_per_worker=8)
+    before = weights(command.output_dir)
+    command(max_steps=1, lr=1e-2, overwrite=True)
+    assert any(not before[name].equal(value) for name, value in weights(command.output_dir).items())
+    assert len(losses(command.work_dir)) == 1
+
+
+def test_two_commands_at_once(command):
+    with checkpoint.lock(command.work_dir / ".lock"), pytest.raises(cli.TryAgain, match=str(os.getpid())) as caught:
+        command()
+    assert cli.describe_error(caught.value)[0] == 75
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line is frozen: a flag that goes, or changes its name, breaks other people's scripts
+
+RAW_FLAGS = """
+    image_column caption_column crop random_flip timeout retries max_bad_fraction rows_per_file encoding_batch_size
+"""
+SHARED_FLAGS = (
+    "debug num_workers address cpus_per_worker gpus_per_worker mixed_precision model_dir output_dir overwrite"
+)
+PRETRAIN_FLAGS = """
+    data online resolution latents_column caption_latents_column prescaled_latents num_validation_rows shuffle_window
+    unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs
+    batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
+    snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
+    checkpoints_total_limit log_every num_data_loading_workers prefetch_batches max_failures strategy fsdp_sharding
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [(pretrain, PRETRAIN_FLAGS), (preprocess, "input resolutions seed")],
+    ids=["pretrain", "preprocess"],
+)
+def test_the_flags_are_frozen(monkeypatch, script, flags):
+    parsers = []
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda parser, argv: parsers.append(parser) or sys.exit()
+    )
+    with pytest.raises(SystemExit):
+        script.parse_args([])
+    found = {action.dest for action in parsers[0]._actions} - {"help"}
+    assert found == set(f"{flags} {RAW_FLAGS} {SHARED_FLAGS}".split())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray
+
+
+@pytest.mark.ray
+def test_two_workers_one_killed(command, tmp_path, ray_session):
+    """Two workers, one of them killed on the way, end bit-equal to two undisturbed."""
+    import psutil
+
+    steps, killed = 150, []
+
+    def kill():
+        while len(log_of(tmp_path / "killed.work")) < 30:
+            time.sleep(0.02)
+        for process in psutil.Process().children(recursive=True):
+            if "RayTrainWorker" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+                killed.append(process.pid)
+                return
+
+    flags = {"max_steps": steps, "checkpointing_steps": 20, "num_workers": 2, "num_validation_rows": 3}
+    command(output_dir=tmp_path / "two", validation_steps=50, **flags)
+    threading.Thread(target=kill, daemon=True).start()
+    command(output_dir=tmp_path / "killed", validation_steps=50, max_failures=1, **flags)
+    assert killed
+    assert_equal(weights(tmp_path / "two"), weights(tmp_path / "killed"))
+    assert log_of(tmp_path / "two.work") == log_of(tmp_path / "killed.work")
+
+
+@pytest.mark.ray
+def test_two_workers_with_fsdp_publish_a_pipeline(command, capsys, ray_session):
+    """Two workers with FSDP begin, this process goes on with the same rows a step."""
+    from diffusers import DiffusionPipeline
+
+    command(num_workers=2, strategy="fsdp", fsdp_sharding="SHARD_GRAD_OP", max_steps=3, num_validation_rows=5)
+    unet = DiffusionPipeline.from_pretrained(command.output_dir).unet
+    folder = checkpoint.checkpoint_path(command.work_dir, 3)
+    assert len(list((folder / "unet").glob("*.safetensors"))) == 2
+    assert_equal(dict(unet.state_dict()), weights(folder / "ema"))
+    assert log_of(command.work_dir)[-1]["validation_loss"] > 0
+    command(num_workers=0, batch_size_per_worker=8, max_steps=4, num_validation_rows=5)
+    assert last_json(capsys.readouterr().out)["trained"] == 1
+    assert [line["step"] for line in log_of(command.work_dir)] == [1, 2, 3, 4]
+
+
+@pytest.mark.ray
+def test_two_workers_online_as_offline(command, tmp_path, raw_data, ray_session):
+    flags = {"max_steps": 3, "num_workers": 2, "num_validation_rows": 3}
+    command(output_dir=tmp_path / "offline", **flags)
+    command(output_dir=tmp_path / "online", data=raw_data, online=True, rows_per_file=5, **flags)
+    assert losses(tmp_path / "online.work") == pytest.approx(losses(tmp_path / "offline.work"), abs=1e-6)
+
+
+@pytest.mark.ray
+def test_an_error_of_one_worker_ends_the_run(command, latents, tmp_path, ray_session):
+    """The other worker waits for its gradients meanwhile, for half an hour if nobody tells it."""
+    copy = shutil.copytree(latents, tmp_path / "copy")
+    path = copy / "part-000000-0003.parquet"
+    table = pq.read_table(path)
+    values = table["image_latents_16"].combine_chunks().to_numpy_ndarray().copy()
+    values[:] = np.nan
+    column = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
+    pq.write_table(table.set_column(table.column_names.index("image_latents_16"), "image_latents_16", column), path)
+    start = time.monotonic()
+    with pytest.raises(cli.CheckFailed, match=r"part-000000-0003\.parquet: column image_latents_16 holds values"):
+        command(data=copy, max_steps=20, num_workers=2, shuffle_window=1, batch_size_per_worker=1)
+    assert time.monotonic() - start < 120
