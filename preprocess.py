@@ -9,6 +9,7 @@ writes float16 latents (mean and std), caption embeddings and captions. Run the 
 """
 
 import contextlib
+import itertools
 import json
 import re
 import shutil
@@ -22,9 +23,10 @@ import cli
 from cli import BadInput, Progress, say
 from cluster import map_on_actors
 from latents import FOOTER_THREADS, METADATA, RECORD, LatentEncoder, digest_encoders, latent_shapes, to_parquet
+from loader import Loader, add_raw_data_flags, loader_options
 from model_card import base_name, base_revision
 from model_folder import check_pipeline, check_resolution, model_resolution
-from raw_data import Loader, Source, add_raw_data_flags, list_sources, loader_options
+from raw_data import Source, list_sources, read_rows
 from storage import Folder, absolute, is_remote, read_footer
 
 BAD_ROWS = "bad_rows.jsonl"
@@ -66,12 +68,22 @@ class PartWriter:
 
 
 def load_chunks(item, loader, rows_per_file):
-    """Yield the chunks of one source that are not written yet: {"source", "number", "done": names of what is}."""
+    """Yield the chunks of one source that are not written yet: {"source", "number", "done": names of what is}.
+
+    What lies together is read in one go.
+    """
     source = Source(**item["source"])
-    for first in range(0, source.num_rows, rows_per_file):
-        name = part_name(item["number"], first // rows_per_file)
-        if name not in item["done"]:
-            yield {"name": name, **loader(source, first, rows_per_file)}
+    missing = [
+        chunk
+        for chunk in range(-(-source.num_rows // rows_per_file))
+        if part_name(item["number"], chunk) not in item["done"]
+    ]
+    for _, stretch in itertools.groupby(enumerate(missing), key=lambda pair: pair[1] - pair[0]):
+        chunks = [chunk for _, chunk in stretch]
+        rows = read_rows(source, chunks[0] * rows_per_file, len(chunks) * rows_per_file)
+        for chunk in chunks:
+            some = list(itertools.islice(rows, rows_per_file))
+            yield {"name": part_name(item["number"], chunk), **loader.load(source, some, chunk * rows_per_file)}
 
 
 def part_name(source_number, chunk_number):
@@ -163,7 +175,7 @@ def read_settings(args):
     for resolution in args.resolutions:
         check_resolution(args.model_dir, "--resolutions", resolution)
     sources = list_sources(args.input, args.image_column, args.caption_column)
-    names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file")
+    names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names}
     settings["encoders"] = digest_encoders(args.model_dir)
     settings["input"] = checkpoint.digest_values([vars(source) for source in sources])

@@ -25,9 +25,10 @@ import training
 from cli import BadInput
 from cluster import start_ray
 from latents import LatentFiles, open_latents
+from loader import add_raw_data_flags, loader_options
 from model_card import pretraining_card, publish_pipeline
 from model_folder import check_pipeline, check_resolution, model_resolution, read_config
-from raw_data import add_raw_data_flags, list_sources, loader_options
+from raw_data import list_sources
 from storage import absolute
 from streams import Order, RawImages, ahead, hold_out, make_load, training_batches, validation_batches
 

@@ -5,33 +5,21 @@ a tar. A piece is a range of the rows of one source.
 """
 
 import contextlib
-import http.client
-import io
 import itertools
 import json
 import os
 import tarfile
-import time
-import urllib.error
-import urllib.request
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-
-import cli
 from cli import BadInput, CheckFailed
-from dataset import READ, BadImage, crop_square, read_image
-from storage import Folder, absolute, is_remote, join, open_parquet, read_footer, split
-from utils import CROP, row_rng
+from dataset import READ
+from storage import Folder, absolute, join, open_parquet, read_footer, split
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "url", "image_url", "image_path", "path")
 CAPTION_COLUMNS = ("caption", "TEXT", "text", "txt", "prompt")
 LINES_OF_A_SOURCE = 4096  # of a metadata.jsonl
-LARGEST_FILE = 64 * 2**20  # bytes of one image
-FETCH_THREADS = 16
-WAIT = 0.5  # seconds before the second try of a fetch; it doubles
+LISTING_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -46,30 +34,6 @@ class Source:
     num_rows: int
     image_column: str = ""
     caption_column: str = ""
-
-
-def add_raw_data_flags(group):
-    """Add the flags that say how raw data is read: of preprocess.py, and of pretrain.py --online."""
-    group.add_argument("--image_column", help="column of bytes, paths or URLs; default: the first of the usual names")
-    group.add_argument("--caption_column", help="column of captions; default: the first of the usual names")
-    group.add_argument("--crop", choices=("center", "random"), default="center", help="which square of an image")
-    group.add_argument("--random_flip", action="store_true", help="mirror half of the images")
-    group.add_argument("--timeout", type=cli.positive_float, default=10, help="seconds for one URL")
-    group.add_argument("--retries", type=cli.non_negative_int, default=2, help="further tries of a URL")
-    group.add_argument("--max_bad_fraction", type=cli.fraction, default=0.05, help="share of bad rows to put up with")
-    rows_help = "rows that are read and encoded at a time; a 512-pixel image takes 1 MB in memory"
-    group.add_argument("--rows_per_file", type=cli.positive_int, default=256, help=rows_help)
-    group.add_argument(
-        "--encoding_batch_size", type=cli.positive_int, default=16, help="images the VAE takes at a time"
-    )
-
-
-def loader_options(args, resolutions):
-    """Return the options of the Loader that the flags ask for."""
-    names = ("random_flip", "seed", "timeout", "retries")
-    return {"resolutions": tuple(resolutions), "random_crop": args.crop == "random"} | {
-        n: getattr(args, n) for n in names
-    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,7 +57,7 @@ def list_sources(location, image_column=None, caption_column=None, flag="--input
         found = [name for name in files if name.lower().endswith(suffix)]
         if found:
             facts = [(folder, name, files[name], image_column, caption_column) for name in found]
-            with ThreadPoolExecutor(FETCH_THREADS) as pool:
+            with ThreadPoolExecutor(LISTING_THREADS) as pool:
                 sources = list(itertools.chain.from_iterable(pool.map(list_file, *zip(*facts, strict=True))))
             if not sum(source.num_rows for source in sources):
                 raise BadInput(f"{flag} {location} holds no rows")
@@ -130,7 +94,7 @@ def _read_lines(folder, name):
 
 def _tar_sources(folder, name, size, image_column, caption_column):
     with Folder(folder).open(name) as file:
-        count = sum(1 for _ in _tar_samples(join(folder, name), file, load=False))
+        count = sum(1 for _ in _tar_samples(join(folder, name), file, None))
     return [Source(folder, name, size, "tar", 0, count, image_column or "", caption_column or "")] if count else []
 
 
@@ -141,25 +105,26 @@ def _tar_sources(folder, name, size, image_column, caption_column):
 def read_rows(source, first, count):
     """Yield {"key", "image", "caption"} of rows first ... of a source; image: bytes, a path, a URI, a URL or None."""
     readers = {"parquet": _parquet_rows, "tar": _tar_rows, "jsonl": _jsonl_rows}
-    rows = readers[source.kind](source)
-    for number, row in enumerate(itertools.islice(rows, first, first + count), start=first):
+    rows = readers[source.kind](source, first)
+    for number, row in enumerate(itertools.islice(rows, count), start=first):
         yield {"key": f"{source.name}:{source.first}:{number}", **row}
 
 
-def _parquet_rows(source):
+def _parquet_rows(source, first):
     with open_parquet(Folder(source.folder), source.name) as parquet:
         columns = list(dict.fromkeys((source.image_column, source.caption_column)))
         for batch in parquet.iter_batches(64, row_groups=[source.first], columns=columns):
-            for row in batch.to_pylist():
+            skipped, first = min(first, len(batch)), max(0, first - len(batch))
+            for row in batch.slice(skipped).to_pylist():
                 image = row[source.image_column]
                 if isinstance(image, dict):  # the struct of Hugging Face data sets
                     image = image.get("bytes") or image.get("path")
                 yield {"image": image, "caption": row[source.caption_column]}
 
 
-def _jsonl_rows(source):
+def _jsonl_rows(source, first):
     below = source.name.rpartition("/")[0]
-    for line in _read_lines(source.folder, source.name)[source.first : source.first + source.num_rows]:
+    for line in _read_lines(source.folder, source.name)[source.first + first : source.first + source.num_rows]:
         try:
             row = json.loads(line)
             name = row[source.image_column]
@@ -169,9 +134,9 @@ def _jsonl_rows(source):
         yield {"image": f"{below}/{name}" if below and name else name, "caption": row.get(source.caption_column)}
 
 
-def _tar_rows(source):
+def _tar_rows(source, first):
     with Folder(source.folder).open(source.name) as file:
-        for sample in _tar_samples(join(source.folder, source.name), file):
+        for sample in itertools.islice(_tar_samples(join(source.folder, source.name), file, first), first, None):
             suffixes = [source.image_column] if source.image_column else [name for name in sample if f".{name}" in READ]
             caption = sample.get(source.caption_column or "txt")
             if caption is None and "json" in sample:
@@ -183,16 +148,18 @@ def _tar_rows(source):
             yield {"image": next((sample[name] for name in suffixes if name in sample), None), "caption": caption}
 
 
-def _tar_samples(place, file, load=True):
-    """Yield {suffix: bytes} of the samples of a WebDataset: neighbours whose paths are equal up to the first dot."""
+def _tar_samples(place, file, first):
+    """Yield {suffix: bytes} of the samples of a WebDataset: neighbours whose paths are equal up to the first dot.
+
+    first: the first sample whose files are read; None reads none.
+    """
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            members = (
-                member for member in tar if member.isfile() and not os.path.basename(member.name).startswith(".")
-            )
-            for _, group in itertools.groupby(members, key=_sample_key):
+            members = (each for each in tar if each.isfile() and not os.path.basename(each.name).startswith("."))
+            for number, (key, group) in enumerate(itertools.groupby(members, key=_sample_key)):
+                is_read = first is not None and number >= first
                 yield {
-                    member.name[len(_sample_key(member)) + 1 :].lower(): tar.extractfile(member).read() if load else b""
+                    member.name[len(key) + 1 :].lower(): tar.extractfile(member).read() if is_read else b""
                     for member in group
                 }
             file.seek(tar.offset)
@@ -205,109 +172,3 @@ def _tar_samples(place, file, load=True):
 def _sample_key(member):
     folder, slash, name = member.name.rpartition("/")
     return folder + slash + name.split(".", 1)[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Images
-
-
-@dataclass(frozen=True)
-class Loader:
-    """Reads pieces on a CPU task: rows fetched and decoded, cropped to `resolutions`.
-
-    timeout: seconds for a URL; retries: its further tries; random_crop, random_flip: drawn by (seed, epoch, row).
-    """
-
-    resolutions: tuple
-    random_crop: bool
-    random_flip: bool
-    seed: int
-    timeout: float
-    retries: int
-
-    def __call__(self, source, first, count, epoch=0):
-        """Return {"keys", "captions", "bad": [[key, reason]], "pixels_256": [n, H, W, 3] uint8, ...} of rows first ....
-
-        first counts from the start of the source, and so do the crops; a bad row is in "bad" alone.
-        """
-        rows = list(read_rows(source, first, count))
-        with ThreadPoolExecutor(FETCH_THREADS) as pool:
-            numbers = range(first, first + len(rows))
-            loaded = list(pool.map(lambda row, number: self._load(source, row, number, epoch), rows, numbers))
-        good = [(row, crops) for row, crops in zip(rows, loaded, strict=True) if not isinstance(crops, str)]
-        chunk = {
-            "keys": [row["key"] for row, _ in good],
-            "captions": [row["caption"] for row, _ in good],
-            "bad": [[row["key"], crops] for row, crops in zip(rows, loaded, strict=True) if isinstance(crops, str)],
-        }
-        for i, resolution in enumerate(self.resolutions):
-            blank = np.empty((0, resolution, resolution, 3), np.uint8)
-            chunk[f"pixels_{resolution}"] = np.stack([crops[i] for _, crops in good]) if good else blank
-        return chunk
-
-    def _load(self, source, row, number, epoch):
-        """Return the crops of one row, or the reason that there are none."""
-        try:
-            row["caption"].encode()  # a str, and without half a surrogate pair, which JSON can hold
-        except (AttributeError, UnicodeError):
-            return "no caption"
-        if not row["image"] or not isinstance(row["image"], (bytes, str)):
-            return "no image"
-        try:
-            data = row["image"] if isinstance(row["image"], bytes) else self._fetch(source, row["image"])
-            image = read_image(data)
-        except BadImage as error:
-            return str(error)
-        number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # each source has crops of its own
-        rng = [row_rng(self.seed, CROP, epoch, number) for _ in self.resolutions]
-        pairs = zip(self.resolutions, rng, strict=True)
-        return [np.asarray(crop_square(image, size, r, self.random_crop, self.random_flip)) for size, r in pairs]
-
-    def _fetch(self, source, address):
-        """Return the bytes of an image by URL, by URI, or by path below the source's folder."""
-        if address.startswith(("http://", "https://")):
-            return self._fetch_url(address)
-        try:
-            if is_remote(address):
-                folder, name = split(address)
-                data = Folder(folder).read(name)
-            else:
-                if ".." in address.split("/"):
-                    raise BadImage("a path that leaves its folder")
-                folder = "" if address.startswith("/") and not is_remote(source.folder) else source.folder
-                data = Folder(folder or "/").read(address.lstrip("/"))
-        except (BadInput, OSError, ValueError) as error:  # ValueError: no name of a file
-            raise BadImage(f"cannot be read: {error}") from None
-        if data is None:
-            raise BadImage("file not found")
-        return data
-
-    def _fetch_url(self, url):
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(WAIT * 2 ** (attempt - 1))
-            try:
-                return self._read_url(url)
-            except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}"
-                if error.code < 500 and error.code != 429:
-                    break
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                reason = str(getattr(error, "reason", None) or error) or type(error).__name__
-        raise BadImage(f"cannot be fetched: {reason}")
-
-    def _read_url(self, url):
-        """Return what a URL holds; the time-out is for all of it, not for each read of the socket."""
-        end = time.monotonic() + self.timeout
-        request = urllib.request.Request(url, headers={"User-Agent": "ray-dreambooth"})
-        data = io.BytesIO()
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
-            while block := response.read1(2**16):
-                data.write(block)
-                if time.monotonic() > end:
-                    raise TimeoutError(f"slower than {self.timeout:g} s")
-                if data.tell() > LARGEST_FILE:
-                    raise BadImage(f"more than {LARGEST_FILE >> 20} MiB")
-            if response.length:
-                raise ConnectionError(f"cut short by {response.length} bytes")
-        return data.getvalue()

@@ -10,7 +10,7 @@ from pathlib import Path
 from checkpoint import write_bytes
 from cli import BadInput, CheckFailed
 
-CONNECT_TIMEOUT, REQUEST_TIMEOUT, ATTEMPTS = 5, 30, 3  # seconds, seconds, tries of a store that does not answer
+CONNECT_TIMEOUT, REQUEST_TIMEOUT, ATTEMPTS = 5, 10, 3  # seconds, seconds, tries of a store that does not answer
 
 
 def is_remote(location):

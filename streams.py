@@ -14,7 +14,8 @@ import numpy as np
 from cli import BadInput
 from cluster import map_on_actors
 from latents import LatentEncoder
-from raw_data import Loader, Source
+from loader import Loader
+from raw_data import Source
 from utils import NO_CAPTION, ROW_NOISE, SHUFFLE, VALIDATION, draw_noise, row_rng
 
 MOST_PIECES = 1000  # that Ray Data is given at a time

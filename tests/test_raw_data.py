@@ -16,8 +16,10 @@ from conftest import RESOLUTION, noise_png
 
 import cli
 import dataset
+import loader as loading
 import raw_data
-from raw_data import Loader, list_sources, read_rows
+from loader import Loader
+from raw_data import list_sources, read_rows
 from storage import Folder
 
 
@@ -397,7 +399,7 @@ def _forgiving(method):
 @pytest.fixture
 def fetch(web, tmp_path, monkeypatch):
     """Load rows of paths of the web server; return (the chunk, {path: times asked for}, seconds)."""
-    monkeypatch.setattr(raw_data, "WAIT", 0.01)
+    monkeypatch.setattr(loading, "WAIT", 0.01)
 
     def call(*paths, **options):
         web.hits.clear()
@@ -439,7 +441,7 @@ def test_a_server_without_end_takes_no_longer_than_the_time_out(fetch, kind):
 
 
 def test_a_file_that_is_too_large_is_left(fetch, monkeypatch):
-    monkeypatch.setattr(raw_data, "LARGEST_FILE", 1000)
+    monkeypatch.setattr(loading, "LARGEST_FILE", 1000)
     chunk, hits, _ = fetch("good")
     assert "more than" in reasons(chunk)[0] and hits == {"good": 1}
 
