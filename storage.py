@@ -3,14 +3,18 @@
 import contextlib
 import json
 import os
+import re
 import urllib.parse
 from datetime import timedelta
 from pathlib import Path
 
 from checkpoint import write_bytes
-from cli import BadInput, CheckFailed
+from cli import BadInput, CheckFailed, ToolError, TryAgain
 
 CONNECT_TIMEOUT, REQUEST_TIMEOUT, ATTEMPTS = 5, 10, 3  # seconds, seconds, tries of a store that does not answer
+
+STORE_SPOKE = re.compile(r"AWS Error|google::cloud|curlCode")
+STORE_IS_AWAY = re.compile(r"NETWORK_CONNECTION|UNAVAILABLE|TIMEOUT|SLOW_DOWN|INTERNAL_FAILURE|curlCode")
 
 
 def is_remote(location):
@@ -34,6 +38,13 @@ def join(folder, name):
     """Return the location of a file in a folder; a URI's options stay at its end."""
     path, *options = folder.split("?", 1) if is_remote(folder) else (folder,)
     return "?".join([f"{path}/{name}", *options])
+
+
+def _store_error(location, error):
+    """Return the ToolError for what a store, or the way to it, says."""
+    if STORE_IS_AWAY.search(str(error)):
+        return TryAgain(f"{location} does not answer ({error}): try again later, or check its address")
+    return BadInput(f"{location} refuses ({error}): check its name and access, or add ?region=...")
 
 
 class Folder:
@@ -94,12 +105,12 @@ class Folder:
         """Name the place in what a store says when it refuses or does not answer."""
         try:
             yield
-        except (FileNotFoundError, BadInput):
+        except (FileNotFoundError, ToolError):
             raise
         except OSError as error:
             if not is_remote(self.location):
                 raise
-            raise BadInput(f"{self.location} does not answer or refuses ({error}): check its name and access") from None
+            raise _store_error(self.location, error) from None
 
 
 def _open_filesystem(location):
@@ -134,7 +145,7 @@ def _open_store(location):
         try:
             options["region"] = pyarrow.fs.resolve_s3_region(parts.netloc)
         except OSError as error:
-            raise BadInput(f"{location} does not answer ({error}): check its name, or add ?region=...") from None
+            raise _store_error(location, error) from None
     return pyarrow.fs.S3FileSystem(
         connect_timeout=CONNECT_TIMEOUT,
         request_timeout=REQUEST_TIMEOUT,
@@ -153,6 +164,8 @@ def open_parquet(folder, name):
         with folder.open(name) as file, pq.ParquetFile(file) as parquet:
             yield parquet
     except (pa.ArrowInvalid, OSError) as error:
+        if STORE_SPOKE.search(str(error)):
+            raise _store_error(folder.location, error) from None
         raise CheckFailed(f"{join(folder.location, name)} is damaged ({error}): make it again") from None
 
 

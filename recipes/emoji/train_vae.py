@@ -33,7 +33,7 @@ def parse_args(argv=None):
     parser = cli.make_parser(__doc__)
     parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
     parser.add_argument("--output_dir", required=True, help="folder for the VAE; checkpoints go to OUTPUT_DIR.work")
-    parser.add_argument("--max_train_steps", type=cli.positive_int, default=10000, help="optimizer steps")
+    parser.add_argument("--max_train_steps", type=cli.positive_int, default=20000, help="optimizer steps")
     parser.add_argument("--train_batch_size", type=cli.positive_int, default=8, help="pictures a step")
     parser.add_argument("--lr", type=cli.positive_float, default=6e-4, help="learning rate; it falls as a cosine")
     parser.add_argument("--checkpointing_steps", type=cli.positive_int, default=250, help="steps between checkpoints")
@@ -79,18 +79,20 @@ class Pixels:
 
     def _row(self, step, row):
         if row_rng(self.seed, PHOTO, step, row).random() < PHOTO_SHARE:
-            return self._crop(row_rng(self.seed, PHOTO, step, row))
-        rng = row_rng(self.seed, EMOJI, step, row)
-        picture = self.emoji[rng.integers(len(self.emoji))]
-        background = tuple(int(c) for c in rng.integers(256, size=3)) if rng.random() < 0.8 else (255, 255, 255)
-        return to_pixel_values(pictures.compose(picture, rng, background), 64)
+            rng = row_rng(self.seed, PHOTO, step, row)
+            values = self._crop(rng)
+        else:
+            rng = row_rng(self.seed, EMOJI, step, row)
+            picture = self.emoji[rng.integers(len(self.emoji))]
+            background = tuple(int(c) for c in rng.integers(256, size=3)) if rng.random() < 0.8 else (255, 255, 255)
+            values = to_pixel_values(pictures.compose(picture, rng, background), 64)
+        return values[rng.permutation(3)] if rng.random() < 0.5 else values  # other colours of the same shapes
 
     def _crop(self, rng):
         photo = self.photos[rng.integers(len(self.photos))]
         side = int(rng.uniform(64, min(photo.size)))
         left, top = (int(rng.integers(length - side + 1)) for length in photo.size)
-        values = to_pixel_values(photo.crop((left, top, left + side, top + side)), 64, rng)
-        return values[rng.permutation(3)] if rng.random() < 0.5 else values  # other colours of the same shapes
+        return to_pixel_values(photo.crop((left, top, left + side, top + side)), 64, rng)
 
 
 def vae_loss(vae, pixel_values, generator):
