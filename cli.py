@@ -106,13 +106,12 @@ def stop_file(path):
 
 def describe_error(error):
     """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own."""
-    causes = list(_causes(error))
-    for cause in causes:
-        known = as_tool_error(cause)
-        if known:
-            return known.exit_code, _one_line(str(known))
-    lines = str(causes[-1]).strip().splitlines() or [""]
-    return ToolError.exit_code, _one_line(f"{type(causes[-1]).__name__}: {lines[-1]} (--debug shows where)")
+    *_, last = causes(error)
+    known = next(filter(None, map(as_tool_error, causes(error))), None)
+    if known:
+        return known.exit_code, _one_line(str(known))
+    lines = str(last).strip().splitlines() or [""]
+    return ToolError.exit_code, _one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows where)")
 
 
 def as_tool_error(error):
@@ -129,19 +128,18 @@ def as_tool_error(error):
     return None
 
 
-def _causes(error):
-    """Yield `error` and the exceptions it was raised from; Ray keeps a worker's in `.cause` or `.worker_failures`."""
-    seen = set()
-    while error is not None and id(error) not in seen:
+def causes(error):
+    """Yield an exception and those it was raised from; Ray keeps its workers' in `.cause` or `.worker_failures`."""
+    seen, left = set(), [error]
+    while left:
+        error = left.pop(0)
+        if error is None or id(error) in seen:
+            continue
         seen.add(id(error))
         yield error
         failures = getattr(error, "worker_failures", None) or {}
-        error = (
-            next(iter(failures.values()), None)
-            or getattr(error, "controller_failure", None)
-            or getattr(error, "cause", None)
-            or error.__cause__
-        )
+        others = [getattr(error, "controller_failure", None), getattr(error, "cause", None), error.__cause__]
+        left = [*failures.values(), *others, *left]
 
 
 def _one_line(text, limit=800):

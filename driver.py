@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import checkpoint
-from cli import BadInput, Progress, Stopped, as_tool_error, print_result, say, stop_file
+from cli import BadInput, Progress, Stopped, as_tool_error, causes, describe_error, print_result, say, stop_file
 from cluster import share_resources, start_ray
 from training import LOG, STOP, read_log
 
@@ -79,54 +79,46 @@ def run_workers(train_loop, config, address=None, cpus_per_worker=None, gpus_per
         config = {**config, "num_threads": max(1, int(cpus))}
         if config.get("pool", {}).get("num_workers"):
             cpus /= 2  # the other half is for those who read their data
-        fit = _make_trainer(_guard(train_loop), work_dir / "ray", config["num_workers"], cpus, gpus, max_failures)
+        fit = _make_fit(train_loop, work_dir / "ray", config["num_workers"], cpus, gpus, max_failures)
     with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(1) as pool:
         future = pool.submit(fit, config)  # off the main thread, where Ray would take SIGINT for itself
         _follow(work_dir / LOG, config["max_train_steps"], future)
         result = future.result()
-    if "error" in result:
-        raise result["error"]
     shutil.rmtree(work_dir / "ray", ignore_errors=True)
     if result["stopped"] and signals:
         raise Stopped(signals[0])
     return result
 
 
-def _guard(train_loop):
-    """Return a `train_loop` that returns a ToolError as a result: Ray would start the workers again for it."""
+def _make_fit(train_loop, storage_path, num_workers, cpus, gpus, max_failures):
+    """Return fit(config), which trains on Ray; after a worker's death it starts them again, but not for a ToolError.
 
-    def guarded(config):
-        try:
-            return train_loop(config)
-        except Exception as error:
-            known = as_tool_error(error)
-            if known is None:
-                raise
-            return {"error": known}
-
-    return guarded
-
-
-def _make_trainer(train_loop, storage_path, num_workers, cpus, gpus, max_failures):
+    Ray would start them again for either, so it is told to do so for neither.
+    """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
+    scaling_config = ScalingConfig(
+        num_workers=num_workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, "GPU": gpus}
+    )
+
     def fit(config):
-        shutil.rmtree(storage_path, ignore_errors=True)
-        trainer = TorchTrainer(
-            train_loop,
-            train_loop_config=config,
-            scaling_config=ScalingConfig(
-                num_workers=num_workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, "GPU": gpus}
-            ),
+        for left in reversed(range(max_failures + 1)):
+            shutil.rmtree(storage_path, ignore_errors=True)
             # The name is new each time: our checkpoints say where a run continues, not Ray's record of it.
-            run_config=RunConfig(
+            run_config = RunConfig(
                 name=f"run-{time.time_ns()}",
                 storage_path=str(storage_path),
-                failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=max_failures),
-            ),
-        )
-        return trainer.fit().return_value
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+            )
+            options = {"scaling_config": scaling_config, "run_config": run_config}
+            try:
+                return TorchTrainer(train_loop, train_loop_config=config, **options).fit().return_value
+            except Exception as error:
+                if not left or any(map(as_tool_error, causes(error))):
+                    raise
+                reason = describe_error(error)[1].split(". ")[0]
+                say(f"warning: {reason}: starting the workers again from the newest checkpoint")
 
     return fit
 
@@ -143,7 +135,7 @@ def _follow(log_path, total, future):
         last = lines[-1]
         if progress is None:
             progress = Progress("train", total, "steps", initial=last["step"])
-        figures = {name: f"{last[name]:.4g}" for name in ("loss", "grad_norm") if last[name] is not None}
+        figures = {name: f"{last[name]:.4g}" for name in ("loss", "grad_norm") if last.get(name) is not None}
         if last["step"] != progress.done or done:
             progress.update(last["step"] - progress.done, **figures)
     if progress:

@@ -6,6 +6,7 @@ The columns, and metadata.json beside them, are known here alone.
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from checkpoint import digest_files
 from cli import BadInput, CheckFailed
 from dataset import scale_pixels
 from model_folder import pixel_factor, read_config
-from storage import Folder, open_parquet, read_footer
+from storage import Folder, join, open_parquet, read_footer
 
 METADATA = "metadata.json"
 RECORD = "run.json"  # the settings of an unfinished data set
@@ -213,28 +214,30 @@ def open_latents(location, model_dir, resolution, image_column=None, caption_col
         raise BadInput(f"--data {location} is not finished: run preprocess.py again")
     elif not prescaled:
         raise BadInput(f"--data {location} has no {METADATA}: --prescaled_latents says that it holds scaled samples")
-    names = list(folder.names(".parquet"))
     image_column = image_column or f"image_latents_{resolution}"
     wanted = [image_column] if prescaled else [image_column, f"{image_column}_std"]
-
-    def list_chunks(name):
-        columns, groups, _ = read_footer(folder, name)
-        if not groups or not sum(rows for _, rows in groups):
-            return None, []
-        caption = caption_column or next((c for c in ("caption_latents", "caption_embeddings") if c in columns), None)
-        missing = [column for column in (*wanted, caption or "caption_latents") if column not in columns]
-        if missing:
-            raise BadInput(f"{location}/{name} has no column {missing[0]}; it has {', '.join(columns)}")
-        return caption, [(name, group, rows) for group, rows in groups if rows]
-
+    list_file = partial(_list_chunks, folder, wanted, caption_column)
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        footers = list(pool.map(list_chunks, names))
-    chunks = [chunk for _, chunks in footers for chunk in chunks]
+        files = list(pool.map(list_file, folder.names(".parquet")))
+    chunks = [chunk for _, chunks in files for chunk in chunks]
     if not chunks:
         raise BadInput(f"--data {location} holds no rows")
     shapes = latent_shapes(model_dir, resolution)
-    caption_column = next(caption for caption, _ in footers if caption)
+    caption_column = next(caption for caption, _ in files if caption)
     return LatentFiles(location, tuple(chunks), image_column, caption_column, *shapes, prescaled)
+
+
+def _list_chunks(folder, wanted, caption_column, name):
+    """Return (the caption column, [(file, row group, rows)]) of a Parquet file; raise BadInput where a column lacks."""
+    columns, groups, _ = read_footer(folder, name)
+    if not sum(rows for _, rows in groups):
+        return None, []
+    usual = (column for column in ("caption_latents", "caption_embeddings") if column in columns)
+    caption = caption_column or next(usual, "caption_latents")
+    missing = [column for column in (*wanted, caption) if column not in columns]
+    if missing:
+        raise BadInput(f"{join(folder.location, name)} has no column {missing[0]}; it has {', '.join(columns)}")
+    return caption, [(name, group, rows) for group, rows in groups if rows]
 
 
 def _check_metadata(location, metadata, model_dir, resolution):

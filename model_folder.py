@@ -35,6 +35,24 @@ def read_config(model_dir, component):
     return read_json_file(Path(model_dir) / component / name)
 
 
+def read_unet_config(path, model_dir):
+    """Return the configuration of a UNet in a file, which must fit the model's VAE and text encoder, or the model's."""
+    own = read_config(model_dir, "unet")
+    if not path:
+        return own
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--unet_config {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"--unet_config {path} is not a UNet's configuration: give the config.json of one")
+    for name, default in {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 1280}.items():  # Diffusers'
+        if config.get(name, default) != own[name]:
+            found = config.get(name, default)
+            raise BadInput(f"--unet_config {path} has {name} {found}, --model_dir {model_dir} needs {own[name]}")
+    return config
+
+
 def pixel_factor(model_dir):
     """Return how many pixels a side one latent cell covers: 8 for Stable Diffusion's VAE."""
     return 2 ** (len(read_config(model_dir, "vae")["block_out_channels"]) - 1)

@@ -75,6 +75,13 @@ def is_sharded(module):
     return hasattr(next(module.parameters()), "device_mesh")
 
 
+def reshard(module):
+    """Let go of the whole weights that FSDP may keep after a forward pass, until a backward pass that does not come."""
+    for part in module.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()
+
+
 def _local(tensors):
     """Return this worker's part of each tensor: memory of the tensors themselves."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

@@ -11,7 +11,6 @@ again to continue.
 """
 
 import contextlib
-import json
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +26,7 @@ from cluster import start_ray
 from latents import LatentFiles, open_latents
 from loader import add_raw_data_flags, loader_options
 from model_card import pretraining_card, publish_pipeline
-from model_folder import check_pipeline, check_resolution, model_resolution, read_config
+from model_folder import check_pipeline, check_resolution, model_resolution, read_config, read_unet_config
 from raw_data import list_sources
 from storage import absolute
 from streams import Order, RawImages, ahead, hold_out, make_load, training_batches, validation_batches
@@ -140,7 +139,10 @@ def training_step(batch, **options):
 
 
 def validation_loss(batches, place, dtype, **options):
-    """Return the mean loss of the held-out rows, on all workers: [(batch, weights)] of streams.validation_batches."""
+    """Return the mean loss of the held-out rows, on all workers: [(batch, weights)] of streams.validation_batches.
+
+    options: of `denoising_losses`, the model among them.
+    """
     import torch
 
     total = torch.zeros((), device=place.device)
@@ -148,6 +150,7 @@ def validation_loss(batches, place, dtype, **options):
         for batch, weights in batches:
             batch = {name: value.to(place.device) for name, value in batch.items()}
             total += (denoising_losses(batch=batch, **options) * weights.to(place.device)).sum()
+    parallel.reshard(options["model"])
     return place.mean(total).item() * place.world_size
 
 
@@ -272,11 +275,7 @@ def read_inputs(args):
         checkpoint.check_writable(getattr(args, name), f"--{name}")
     data = open_data(args)
     settings = {name: getattr(args, name) for name in SETTINGS}
-    try:
-        config = Path(args.unet_config).read_text() if args.unet_config else None
-        settings["unet"] = json.loads(config) if config else read_config(args.model_dir, "unet")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--unet_config {args.unet_config}: {error}") from None
+    settings["unet"] = read_unet_config(args.unet_config, args.model_dir)
     settings["model"] = checkpoint.digest_model(args.model_dir)
     settings["data"] = checkpoint.digest_values(data.fingerprint)
     return settings, data
@@ -288,10 +287,8 @@ def plan_steps(args, settings, data, num_workers):
     rows = total - args.num_validation_rows
     per_step = args.batch_size_per_worker * args.gradient_accumulation_steps * max(1, num_workers)
     settings["rows_per_step"] = per_step
-    if args.num_validation_rows and args.num_validation_rows >= sum(data.chunk_rows):
-        raise BadInput(
-            f"--num_validation_rows {args.num_validation_rows} leaves nothing of {sum(data.chunk_rows)} rows"
-        )
+    if rows <= 0:
+        raise BadInput(f"--num_validation_rows {args.num_validation_rows} leaves nothing of {total} rows")
     driver.check_batch(rows, per_step, f"--data {args.data}", "rows")
     steps = args.max_steps or driver.steps_of(args.max_epochs, rows, per_step)
     if not args.lr_scheduler.startswith("constant"):

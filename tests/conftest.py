@@ -168,6 +168,42 @@ def latents(tmp_path_factory, raw_data, tiny_model):
     return make_latents(tmp_path_factory.mktemp("latents") / "set", raw_data, tiny_model)
 
 
+@pytest.fixture
+def pretrain_command(tiny_model, latents, tmp_path):
+    """Return a function that runs pretrain.py here with some flags changed."""
+
+    def arguments(**flags):
+        flags = {
+            "data": latents,
+            "model_dir": tiny_model,
+            "output_dir": tmp_path / "out",
+            "num_workers": 0,
+            "batch_size_per_worker": 4,
+            "max_steps": 4,
+            "lr": 1e-3,
+            "lr_warmup_steps": 0,
+            "shuffle_window": 2,
+            "log_every": 1,
+            **flags,
+        }
+        words = []
+        for name, value in flags.items():
+            if value is True:
+                words.append(f"--{name}")
+            elif value is not None:
+                words += [f"--{name}", str(value)]
+        return words
+
+    def run(**flags):
+        import pretrain
+
+        pretrain.main(pretrain.parse_args(arguments(**flags)))
+
+    run.arguments = arguments
+    run.output_dir, run.work_dir = tmp_path / "out", tmp_path / "out.work"
+    return run
+
+
 @pytest.fixture(scope="session")
 def ray_session():
     """One local Ray for all tests that need it; the scripts find it running."""

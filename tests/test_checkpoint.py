@@ -4,6 +4,8 @@ import errno
 import os
 import subprocess
 import sys
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -143,24 +145,6 @@ def test_the_older_checkpoint_goes_only_after_the_newer_is_whole(tmp_path, monke
     assert tree(tmp_path) == before
 
 
-def test_optimizer_comes_back_bit_for_bit(tmp_path):
-    modules, optimizer = trained()
-    folder = save(tmp_path, 2, modules, optimizer, {}, keep=1)
-    other_modules, other = trained(seed=1)
-    parallel.restore_optimizer(folder, other_modules, other)
-    for mine, its in zip(modules["unet"].parameters(), other_modules["unet"].parameters(), strict=True):
-        assert optimizer.state[mine].keys() == other.state[its].keys()
-        assert all(torch.equal(optimizer.state[mine][key], other.state[its][key]) for key in other.state[its])
-
-
-def test_optimizer_of_other_weights_is_refused(tmp_path):
-    modules, optimizer = trained()
-    folder = save(tmp_path, 2, modules, optimizer, {}, keep=1)
-    stranger = {"unet": torch.nn.Sequential(torch.nn.Linear(3, 2))}
-    with pytest.raises(cli.CheckFailed, match=r"unet\.0\.weight"):
-        parallel.restore_optimizer(folder, stranger, torch.optim.AdamW(stranger["unet"].parameters()))
-
-
 def test_lock_names_its_holder_and_goes_with_it(tmp_path):
     code = "import sys, checkpoint\nwith checkpoint.lock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
     other = subprocess.Popen(
@@ -216,7 +200,21 @@ def test_check_writable(tmp_path):
         checkpoint.check_writable(tmp_path / "file" / "b", "--output_dir")
 
 
-def test_named_parameters_are_the_trainable_ones():
-    module = torch.nn.Linear(2, 2)
-    module.bias.requires_grad_(False)
-    assert [name for name, _ in parallel.named_parameters({"unet": module})] == ["unet.weight"]
+def test_workers_write_their_shares_into_one_checkpoint(tmp_path):
+    """All wait until the folder is there, and until all have written, before it is published."""
+    barrier = threading.Barrier(2)
+
+    def save_share(rank):
+        def write(folder):
+            time.sleep(0.1 * rank)
+            (folder / f"share-{rank}").write_text(str(rank))
+
+        checkpoint.save_checkpoint(tmp_path, 2, write, {}, 1, rank, barrier.wait)
+
+    workers = [threading.Thread(target=save_share, args=(rank,)) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    step, folder = checkpoint.newest_checkpoint(tmp_path)
+    assert step == 2 and {"share-0", "share-1"} <= checkpoint.read_manifest(folder, deep=True)["files"].keys()

@@ -267,6 +267,35 @@ def test_every_flag_of_every_script_has_help_and_the_fields_spelling(name, monke
     assert [action.dest for action in actions if not action.option_strings] == []
 
 
+# A flag that goes, or changes its name, breaks other people's scripts.
+
+RAW_FLAGS = """
+    image_column caption_column crop random_flip timeout retries max_bad_fraction rows_per_file encoding_batch_size
+"""
+SHARED_FLAGS = (
+    "debug num_workers address cpus_per_worker gpus_per_worker mixed_precision model_dir output_dir overwrite"
+)
+PRETRAIN_FLAGS = """
+    data online resolution latents_column caption_latents_column prescaled_latents num_validation_rows shuffle_window
+    unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs
+    batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
+    snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
+    checkpoints_total_limit log_every num_data_loading_workers prefetch_batches max_failures strategy fsdp_sharding
+"""
+
+
+@pytest.mark.parametrize(("name", "flags"), [("pretrain", PRETRAIN_FLAGS), ("preprocess", "input resolutions seed")])
+def test_the_flags_are_frozen(monkeypatch, name, flags):
+    parsers = []
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda parser, argv: parsers.append(parser) or sys.exit()
+    )
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).parse_args([])
+    found = {action.dest for action in parsers[0]._actions} - {"help"}
+    assert found == set(f"{flags} {RAW_FLAGS} {SHARED_FLAGS}".split())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Output
 

@@ -3,14 +3,17 @@
 import json
 import multiprocessing
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import checkpoint
+import cli
 import parallel
 import pretrain
 import training
@@ -46,17 +49,19 @@ SHARDED = [name for name in MODES if name != "ddp"]
 
 def make_batch(step, first, count):
     """Return rows first ... of a step, the same whoever asks."""
-    rows = {"sample": [], "timesteps": [], "prompt": [], "target": []}
+    rows = {"mean": [], "noise": [], "prompt": [], "timesteps": []}
     for row in range(first, first + count):
         generator = torch.Generator().manual_seed(1000 * step + row)
-        rows["sample"].append(torch.randn(4, 8, 8, generator=generator))
-        rows["target"].append(torch.randn(4, 8, 8, generator=generator))
+        rows["mean"].append(torch.randn(4, 8, 8, generator=generator))
+        rows["noise"].append(torch.randn(4, 8, 8, generator=generator))
         rows["prompt"].append(torch.randn(24, 16, generator=generator))
         rows["timesteps"].append(torch.randint(1000, (), generator=generator))
     return {name: torch.stack(values) for name, values in rows.items()}
 
 
-def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulation=2, dtype=torch.float32):
+def make_run(
+    work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulation=2, dtype=torch.float32, validates=False
+):
     """Return (training.Run, its config, the UNet, its Ema), where the newest checkpoint of `work_dir` left them."""
     config = {"seed": 0, "log_every": 1, "settings": {}, "max_train_steps": STEPS, "checkpointing_steps": SAVED}
     config |= {"work_dir": str(work_dir), "gradient_accumulation_steps": accumulation, "checkpoints_total_limit": 9}
@@ -74,9 +79,12 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
         parallel.restore_averages(folder / "ema" / "unet", unet, ema)
     count = ROWS // accumulation // place.world_size
 
-    def losses(batch):
-        found = model(batch["sample"], batch["timesteps"], batch["prompt"]).sample
-        return ((found.float() - batch["target"]).square().mean(),)
+    options = {"model": model, "noise_scheduler": DDPMScheduler(), "vae_config": {}}
+    held_out = [(make_batch(10**6, 0, 2), torch.tensor([0.5, 0.5]) / place.world_size)]
+
+    def validate(step):
+        with ema.in_place():
+            return {"validation_loss": pretrain.validation_loss(held_out, place, dtype, **options)}
 
     def write(folder):
         parallel.write_state(folder, {"unet": unet}, optimizer.adamw, place)
@@ -88,12 +96,13 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
         model=model,
         optimizer=optimizer,
         batch=lambda step, micro: make_batch(step, (micro * place.world_size + place.rank) * count, count),
-        losses=losses,
+        losses=partial(pretrain.training_step, **options),
         loss_names=("loss",),
         dtype=dtype,
         saves=place.rank == 0 or parallel.is_sharded(unet),
         write=write,
         after_step=ema.update,
+        validate=validate if validates else lambda step: {},
     )
     return run, config, unet, ema
 
@@ -136,7 +145,7 @@ def train_mode(root, name, place):
         torch.save(state, root / name / "state.pt")
 
     start_from(root / name / "undisturbed", root / name / "resumed", place)
-    run, config, _, _ = make_run(root / name / "resumed", place, strategy, sharding)
+    run, config, _, _ = make_run(root / name / "resumed", place, strategy, sharding, validates=True)
     assert run.step == SAVED
     training.train_steps(run, config, place)
 
@@ -177,12 +186,14 @@ def runs(tmp_path_factory):
     index = json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]})
     names = [f"{name}/{kind}" for name in MODES for kind in ("undisturbed", "resumed", "from one")]
     names += [f"{name}/{strategy}" for name in ("large batch", "bf16") for strategy in ("ddp", "fsdp")]
-    for name in ("one", "one large", *names):
+    for name in ("one", "one large", "validation", *names):
         (root / name).mkdir(parents=True)
         (root / name).with_name("model_index.json").write_text(index)
     for name, accumulation in (("one", 2), ("one large", 1)):
         run, config, _, _ = make_run(root / name, ALONE, accumulation=accumulation)
         training.train_steps(run, config, ALONE)
+    run, config, _, _ = make_run(root / "validation", ALONE, validates=True)
+    training.train_steps(run, config, ALONE)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "diffusers.models.unets.unet_2d_condition"])
     for size in (2, 4):
@@ -226,10 +237,15 @@ def test_a_checkpoint_holds_what_the_workers_do(runs, name):
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_a_run_goes_on_bit_equal(runs, name):
+def test_a_run_goes_on_bit_equal_whether_it_validates_or_not(runs, name):
     folders = [checkpoint.checkpoint_path(runs / name / kind, STEPS) for kind in ("undisturbed", "resumed")]
     assert_equal(*map(read_checkpoint, folders))
     assert losses(runs / name / "resumed") == losses(runs / name / "undisturbed")[SAVED:]
+    validation, expected = (
+        [line["validation_loss"] for line in training.read_log(runs / folder / training.LOG)]
+        for folder in (f"{name}/resumed", "validation")
+    )
+    assert len(validation) == STEPS - SAVED and validation == pytest.approx(expected[SAVED:], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -365,3 +381,41 @@ def test_averages_of_no_decay_are_the_weights():
         weight.fill_(3.0)
     ema.update(1)
     assert torch.equal(ema.averages[0], torch.full((2,), 3.0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+def trained(seed=0):
+    torch.manual_seed(seed)
+    modules = {"unet": torch.nn.Linear(3, 2)}
+    optimizer = torch.optim.AdamW(modules["unet"].parameters(), fused=True)
+    modules["unet"](torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return modules, optimizer
+
+
+def test_the_optimizer_comes_back_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "write_module", lambda *_: None)
+    modules, optimizer = trained()
+    parallel.write_state(tmp_path, modules, optimizer)
+    other_modules, other = trained(seed=1)
+    parallel.restore_optimizer(tmp_path, other_modules, other)
+    for mine, its in zip(modules["unet"].parameters(), other_modules["unet"].parameters(), strict=True):
+        assert optimizer.state[mine].keys() == other.state[its].keys()
+        assert all(torch.equal(optimizer.state[mine][key], other.state[its][key]) for key in other.state[its])
+
+
+def test_an_optimizer_of_other_weights_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(parallel, "write_module", lambda *_: None)
+    parallel.write_state(tmp_path, *trained())
+    stranger = {"unet": torch.nn.Sequential(torch.nn.Linear(3, 2))}
+    with pytest.raises(cli.CheckFailed, match=r"unet\.0\.weight"):
+        parallel.restore_optimizer(tmp_path, stranger, torch.optim.AdamW(stranger["unet"].parameters()))
+
+
+def test_named_parameters_are_the_trainable_ones():
+    module = torch.nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    assert [name for name, _ in parallel.named_parameters({"unet": module})] == ["unet.weight"]

@@ -1,8 +1,6 @@
 """pretrain.py run whole on a tiny model, in this process and on Ray workers."""
 
-import argparse
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -18,48 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, last_json, make_raw_data, tree
+from conftest import ROOT, last_json, tree
 
 import checkpoint
 import cli
 import parallel
-import preprocess
 import pretrain
 import training
 
 
 @pytest.fixture
-def command(tiny_model, latents, tmp_path):
-    """Return a function that runs pretrain.py here with some flags changed."""
-
-    def arguments(**flags):
-        flags = {
-            "data": latents,
-            "model_dir": tiny_model,
-            "output_dir": tmp_path / "out",
-            "num_workers": 0,
-            "batch_size_per_worker": 4,
-            "max_steps": 4,
-            "lr": 1e-3,
-            "lr_warmup_steps": 0,
-            "shuffle_window": 2,
-            "log_every": 1,
-            **flags,
-        }
-        words = []
-        for name, value in flags.items():
-            if value is True:
-                words.append(f"--{name}")
-            elif value is not None:
-                words += [f"--{name}", str(value)]
-        return words
-
-    def run(**flags):
-        pretrain.main(pretrain.parse_args(arguments(**flags)))
-
-    run.arguments = arguments
-    run.output_dir, run.work_dir = tmp_path / "out", tmp_path / "out.work"
-    return run
+def command(pretrain_command):
+    return pretrain_command
 
 
 @pytest.fixture(autouse=True)
@@ -138,10 +106,11 @@ def test_losses_by_hand(request, model, snr_gamma, prescaled, num_rows):
 
 def test_validation_loss_is_the_weighted_sum(monkeypatch):
     rows = iter([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 50.0])])
-    monkeypatch.setattr(pretrain, "denoising_losses", lambda batch: next(rows))
+    monkeypatch.setattr(pretrain, "denoising_losses", lambda batch, model: next(rows))
     batches = [({}, torch.tensor([1 / 3, 1 / 3])), ({}, torch.tensor([1 / 3, 0.0]))]
     place = training.Place(0, 1, torch.device("cpu"))
-    assert pretrain.validation_loss(batches, place, torch.float32) == pytest.approx(2.0)
+    found = pretrain.validation_loss(batches, place, torch.float32, model=torch.nn.Identity())
+    assert found == pytest.approx(2.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -323,113 +292,6 @@ def test_new_weights_are_the_seeds_and_others_the_models(command, tiny_model, tm
     assert not torch.allclose(zero, one) and not torch.allclose(zero, model) and not torch.allclose(one, model)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bad input: refused in one line before a model is loaded
-
-
-@pytest.fixture
-def refused(command, monkeypatch):
-    """Return a function that runs the command, which must fail before a model is loaded, and returns its line."""
-
-    def loaded(*arguments, **options):
-        raise AssertionError("a model was loaded")
-
-    def refuse(**flags):
-        with monkeypatch.context() as patch, pytest.raises(cli.ToolError) as caught:
-            patch.setattr("utils.load_models", loaded)
-            patch.setattr("pretrain.load_unet", loaded)
-            command(**flags)
-        code, line = cli.describe_error(caught.value)
-        assert code == 3 and "\n" not in line
-        assert not command.output_dir.exists() or checkpoint.read_manifest(command.output_dir)
-        return line
-
-    return refuse
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"batch_size_per_worker": 24}, "holds 23 rows, a step takes 24"),
-        ({"batch_size_per_worker": 4, "gradient_accumulation_steps": 6}, "holds 23 rows, a step takes 24"),
-        ({"num_validation_rows": 20}, "holds 3 rows, a step takes 4"),
-        ({"num_validation_rows": 23}, "--num_validation_rows 23 leaves nothing of 23 rows"),
-        ({"num_validation_rows": 99}, "--num_validation_rows 99 leaves nothing of 23 rows"),
-        ({"resolution": 32}, "holds latents of 16 pixels, not of --resolution 32"),
-        ({"resolution": 17}, "--resolution 17 is not a multiple of 8"),
-        ({"data": "/nowhere"}, "--data /nowhere is not a folder"),
-        ({"data": "/nowhere", "online": True}, "--data /nowhere does not exist"),
-        ({"model_dir": "/nowhere"}, "--model_dir /nowhere"),
-        ({"output_dir": "/dev/null/out"}, "--output_dir"),
-        ({"latents_column": "x"}, "has no column x"),
-        ({"unet_config": "/nowhere"}, "--unet_config /nowhere"),
-    ],
-)
-def test_bad_input(refused, flags, words):
-    assert words in refused(**flags)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "Expecting property name"),
-        ("[1, 2]", "is not a UNet's configuration"),
-        ("{}", "takes in_channels None, the model in_channels 4"),
-        ('{"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32}', "cross_attention_dim 32"),
-        ('{"in_channels": 3, "out_channels": 4, "cross_attention_dim": 16}', "in_channels 3"),
-    ],
-)
-def test_a_bad_unet_configuration(refused, tmp_path, text, words):
-    (tmp_path / "unet.json").write_text(text)
-    line = refused(unet_config=tmp_path / "unet.json")
-    assert line.startswith("--unet_config ") and words in line
-
-
-def test_bad_data(refused, latents, tiny_model, tmp_path):
-    copy = shutil.copytree(latents, tmp_path / "copy")
-    other = shutil.copytree(tiny_model, tmp_path / "other")
-    (other / "vae" / "config.json").write_text((other / "vae" / "config.json").read_text() + "\n")
-    assert "of another model (tiny)" in refused(model_dir=other)
-    (copy / "metadata.json").rename(copy / "run.json")
-    assert "is not finished" in refused(data=copy)
-    for path in copy.glob("*.parquet"):
-        path.unlink()
-    assert "is not finished" in refused(data=copy)
-    (copy / "run.json").unlink()
-    assert "holds no rows" in refused(data=copy, prescaled_latents=True)
-    folder = make_raw_data(tmp_path / "raw", 0)
-    assert "holds no rows" in refused(data=folder, online=True)
-
-
-def test_what_is_in_the_way_is_not_touched(refused, command):
-    command.output_dir.mkdir()
-    (command.output_dir / "thesis.tex").write_text("mine")
-    with pytest.raises(cli.BadInput, match="in the way"):
-        command()
-    assert (command.output_dir / "thesis.tex").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"online": True, "prescaled_latents": True},
-        {"unet_config": "x", "init_from_pretrained": True},
-        {"lr_scheduler": "constant", "lr_warmup_steps": 5},
-        {"strategy": "x"},
-        {"fsdp_sharding": "x"},
-        {"ema_decay": 1.5},
-        {"lr": 0},
-        {"num_workers": -1},
-        {"max_steps": 0},
-        {"data": None},
-    ],
-)
-def test_usage_errors(command, flags):
-    with pytest.raises(SystemExit) as stop:
-        command(**flags)
-    assert stop.value.code == 2
-
-
 def test_other_settings_are_refused_and_overwrite_replaces(command):
     command(max_steps=1)
     with pytest.raises(cli.BadInput, match=r"lr was 0\.001, now 0\.01"):
@@ -440,46 +302,6 @@ def test_other_settings_are_refused_and_overwrite_replaces(command):
     command(max_steps=1, lr=1e-2, overwrite=True)
     assert any(not before[name].equal(value) for name, value in weights(command.output_dir).items())
     assert len(losses(command.work_dir)) == 1
-
-
-def test_two_commands_at_once(command):
-    with checkpoint.lock(command.work_dir / ".lock"), pytest.raises(cli.TryAgain, match=str(os.getpid())) as caught:
-        command()
-    assert cli.describe_error(caught.value)[0] == 75
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line is frozen: a flag that goes, or changes its name, breaks other people's scripts
-
-RAW_FLAGS = """
-    image_column caption_column crop random_flip timeout retries max_bad_fraction rows_per_file encoding_batch_size
-"""
-SHARED_FLAGS = (
-    "debug num_workers address cpus_per_worker gpus_per_worker mixed_precision model_dir output_dir overwrite"
-)
-PRETRAIN_FLAGS = """
-    data online resolution latents_column caption_latents_column prescaled_latents num_validation_rows shuffle_window
-    unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs
-    batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
-    snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
-    checkpoints_total_limit log_every num_data_loading_workers prefetch_batches max_failures strategy fsdp_sharding
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [(pretrain, PRETRAIN_FLAGS), (preprocess, "input resolutions seed")],
-    ids=["pretrain", "preprocess"],
-)
-def test_the_flags_are_frozen(monkeypatch, script, flags):
-    parsers = []
-    monkeypatch.setattr(
-        argparse.ArgumentParser, "parse_args", lambda parser, argv: parsers.append(parser) or sys.exit()
-    )
-    with pytest.raises(SystemExit):
-        script.parse_args([])
-    found = {action.dest for action in parsers[0]._actions} - {"help"}
-    assert found == set(f"{flags} {RAW_FLAGS} {SHARED_FLAGS}".split())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -538,6 +360,8 @@ def test_two_workers_online_as_offline(command, tmp_path, raw_data, ray_session)
 @pytest.mark.ray
 def test_an_error_of_one_worker_ends_the_run(command, latents, tmp_path, ray_session):
     """The other worker waits for its gradients meanwhile, for half an hour if nobody tells it."""
+    from ray.train import WorkerGroupError
+
     copy = shutil.copytree(latents, tmp_path / "copy")
     path = copy / "part-000000-0003.parquet"
     table = pq.read_table(path)
@@ -546,6 +370,8 @@ def test_an_error_of_one_worker_ends_the_run(command, latents, tmp_path, ray_ses
     column = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
     pq.write_table(table.set_column(table.column_names.index("image_latents_16"), "image_latents_16", column), path)
     start = time.monotonic()
-    with pytest.raises(cli.CheckFailed, match=r"part-000000-0003\.parquet: column image_latents_16 holds values"):
+    with pytest.raises(WorkerGroupError) as caught:
         command(data=copy, max_steps=20, num_workers=2, shuffle_window=1, batch_size_per_worker=1)
-    assert time.monotonic() - start < 120
+    code, line = cli.describe_error(caught.value)
+    assert code == 5 and "part-000000-0003.parquet: column image_latents_16 holds values that are not" in line
+    assert time.monotonic() - start < 150

@@ -1,10 +1,9 @@
-"""The optimizer step, the log, and the checks that the training scripts share."""
+"""The optimizer step and the log that the training scripts share."""
 
 import pytest
 import torch
 
 import cli
-import driver
 import training
 
 
@@ -61,14 +60,3 @@ def test_log_drops_what_lies_past_the_step_it_continues_from(tmp_path):
     training.StepLog(tmp_path, 2).close()
     lines = training.read_log(tmp_path / training.LOG)
     assert lines == [{"step": step, "loss": float(step), "grad_norm": None} for step in (1, 2)]
-
-
-def test_steps_of_epochs():
-    assert driver.steps_of(4, 200, 1) == 800
-    assert driver.steps_of(1, 10, 4) == 3  # the third runs into the next epoch
-
-
-def test_check_batch():
-    driver.check_batch(4, 4, "--class_images_dir x")
-    with pytest.raises(cli.BadInput, match="holds 3 images, a step takes 4"):
-        driver.check_batch(3, 4, "--class_images_dir x")

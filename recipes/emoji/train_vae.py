@@ -33,7 +33,7 @@ def parse_args(argv=None):
     parser = cli.make_parser(__doc__)
     parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
     parser.add_argument("--output_dir", required=True, help="folder for the VAE; checkpoints go to OUTPUT_DIR.work")
-    parser.add_argument("--max_train_steps", type=cli.positive_int, default=20000, help="optimizer steps")
+    parser.add_argument("--max_train_steps", type=cli.positive_int, default=16000, help="optimizer steps")
     parser.add_argument("--train_batch_size", type=cli.positive_int, default=8, help="pictures a step")
     parser.add_argument("--lr", type=cli.positive_float, default=6e-4, help="learning rate; it falls as a cosine")
     parser.add_argument("--checkpointing_steps", type=cli.positive_int, default=250, help="steps between checkpoints")

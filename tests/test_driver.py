@@ -1,0 +1,195 @@
+"""Where a training works, whether it is done, and how its workers are started again."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import checkpoint
+import cli
+import driver
+import training
+
+SETTINGS = {"lr": 0.1, "seed": 0}
+
+
+def test_steps_of_epochs():
+    assert driver.steps_of(4, 200, 1) == 800
+    assert driver.steps_of(1, 10, 4) == 3  # the third runs into the next epoch
+
+
+def test_check_batch():
+    driver.check_batch(4, 4, "--class_images_dir x")
+    with pytest.raises(cli.BadInput, match="holds 3 images, a step takes 4"):
+        driver.check_batch(3, 4, "--class_images_dir x")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders
+
+
+def publish(folder, step, settings=None):
+    folder.mkdir(parents=True)
+    (folder / "model.txt").write_text("weights")
+    checkpoint.publish(folder, folder.with_name("out"), step=step, settings=settings or SETTINGS)
+    return folder.with_name("out")
+
+
+def test_an_output_is_finished_when_settings_and_steps_are_these(tmp_path):
+    assert not driver.is_finished(tmp_path / "out", SETTINGS, 4, False)
+    (tmp_path / "out").mkdir()
+    assert not driver.is_finished(tmp_path / "out", SETTINGS, 4, False)
+    (tmp_path / "out").rmdir()
+    output = publish(tmp_path / "staging", 4)
+    assert driver.is_finished(output, SETTINGS, 4, False) and driver.is_finished(output, SETTINGS, 4, True)
+    assert not driver.is_finished(output, SETTINGS, 5, False)
+    with pytest.raises(cli.BadInput, match="is trained for 4 steps, more than 3"):
+        driver.is_finished(output, SETTINGS, 3, False)
+    with pytest.raises(cli.BadInput, match=r"lr was 0\.1, now 0\.2"):
+        driver.is_finished(output, {**SETTINGS, "lr": 0.2}, 4, False)
+    assert not driver.is_finished(output, {**SETTINGS, "lr": 0.2}, 3, True)
+
+
+def test_an_output_that_is_not_ours_or_damaged_is_in_the_way(tmp_path):
+    output = publish(tmp_path / "staging", 4)
+    (output / "model.txt").write_text("less")
+    with pytest.raises(cli.BadInput, match="in the way"):
+        driver.is_finished(output, SETTINGS, 4, False)
+    assert not driver.is_finished(output, SETTINGS, 4, True)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(cli.BadInput, match="in the way"):
+        driver.is_finished(tmp_path / "file", SETTINGS, 4, False)
+
+
+def add_checkpoint(work_dir):
+    def write(folder):
+        (folder / "weights").write_text("1")
+
+    checkpoint.save_checkpoint(work_dir, 2, write, {}, keep=1)
+
+
+def test_a_work_folder_is_kept_for_the_same_settings(tmp_path):
+    work_dir = tmp_path / "work"
+    work_dir.mkdir()
+    assert driver.recorded_workers(work_dir) is None
+    driver.open_work_dir(work_dir, SETTINGS, 2, False)
+    assert driver.recorded_workers(work_dir) == 2
+    add_checkpoint(work_dir)
+    driver.open_work_dir(work_dir, SETTINGS, 0, False)
+    assert driver.recorded_workers(work_dir) == 0 and checkpoint.newest_checkpoint(work_dir)[0] == 2
+    with pytest.raises(cli.BadInput, match="seed was 0, now 1"):
+        driver.open_work_dir(work_dir, {**SETTINGS, "seed": 1}, 0, False)
+    assert checkpoint.newest_checkpoint(work_dir)[0] == 2
+    driver.open_work_dir(work_dir, {**SETTINGS, "seed": 1}, 0, True)
+    assert os.listdir(work_dir) == [driver.RECORD]
+
+
+def test_a_work_folder_without_checkpoints_is_no_loss(tmp_path):
+    driver.open_work_dir(tmp_path, SETTINGS, 0, False)
+    (tmp_path / training.LOG).write_text("")
+    driver.open_work_dir(tmp_path, {**SETTINGS, "seed": 1}, 0, False)
+    assert os.listdir(tmp_path) == [driver.RECORD]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def make_config(tmp_path, **options):
+    return {"num_workers": 0, "work_dir": str(tmp_path), "max_train_steps": 3, **options}
+
+
+def test_a_run_here_shows_its_log(tmp_path, capsys):
+    def train_loop(config):
+        assert threading.current_thread() is not threading.main_thread()
+        with (tmp_path / training.LOG).open("w") as file:
+            file.write('{"step": 3, "loss": 0.51239, "grad_norm": null}\n')
+        return {"step": 3, "trained": 3, "stopped": False}
+
+    assert driver.run_workers(train_loop, make_config(tmp_path))["trained"] == 3
+    assert capsys.readouterr().err.splitlines()[-1] == "train: 3/3 steps, 0 steps/s, loss 0.5124"
+
+
+@pytest.mark.parametrize("line", ['{"step": 2, "validation_loss": 0.5}', '{"step": 2, "loss": null, "grad_norm": 1.0}'])
+def test_a_log_line_without_a_loss_is_shown_too(tmp_path, capsys, line):
+    """With --log_every 10 and --validation_steps 4 there are steps of which only the validation loss is logged."""
+
+    def train_loop(config):
+        (tmp_path / training.LOG).write_text(f"{line}\n")
+        return {"step": 3, "trained": 3, "stopped": False}
+
+    driver.run_workers(train_loop, make_config(tmp_path))
+    assert "train: 2/3 steps" in capsys.readouterr().err
+
+
+def test_a_signal_stops_a_run_after_it_saved(tmp_path):
+    def train_loop(config):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not training.stop_asked(config):
+            pass
+        return {"step": 1, "trained": 1, "stopped": True}
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(cli.Stopped) as stopped:
+        driver.run_workers(train_loop, make_config(tmp_path))
+    assert stopped.value.exit_code == 143
+    assert not (tmp_path / training.STOP).exists() and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_error_passes_through(tmp_path):
+    def train_loop(config):
+        raise cli.CheckFailed("no")
+
+    with pytest.raises(cli.CheckFailed, match="no"):
+        driver.run_workers(train_loop, make_config(tmp_path))
+
+
+@pytest.fixture
+def trainers(monkeypatch):
+    """Ray's trainer, which fails as often as a test says: a list of the trainers that were made, and the failures."""
+    made, failures = [], []
+
+    class Trainer:
+        def __init__(self, train_loop, train_loop_config, scaling_config, run_config):
+            made.append(SimpleNamespace(config=train_loop_config, scaling=scaling_config, run=run_config))
+
+        def fit(self):
+            if failures:
+                raise failures.pop(0)
+            return SimpleNamespace(return_value={"step": 3, "trained": 3, "stopped": False})
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
+    monkeypatch.setattr(driver, "start_ray", lambda address: {"CPU": 4.0})
+    return made, failures
+
+
+def test_workers_are_started_again_as_often_as_is_allowed(tmp_path, trainers, capsys):
+    made, failures = trainers
+    failures += [RuntimeError("power cut"), RuntimeError("again")]
+    assert driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2)["step"] == 3
+    assert len(made) == 3 and len({trainer.run.name for trainer in made}) == 3
+    assert made[0].scaling.resources_per_worker == {"CPU": 2.0, "GPU": 0.0} and made[0].config["num_threads"] == 2
+    assert "power cut" in capsys.readouterr().err and not (tmp_path / "ray").exists()
+    failures += [RuntimeError("power cut"), RuntimeError("again")]
+    with pytest.raises(RuntimeError, match="again"):
+        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=1)
+
+
+def test_workers_are_not_started_again_for_an_error_of_the_user(tmp_path, trainers):
+    """One worker's error is the run's, whatever the others die of meanwhile."""
+    made, failures = trainers
+    error = RuntimeError("training failed")
+    error.worker_failures = {0: RuntimeError("connection closed"), 1: cli.CheckFailed("not finite")}
+    failures.append(error)
+    with pytest.raises(RuntimeError) as caught:
+        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=3)
+    assert len(made) == 1
+    assert cli.describe_error(caught.value) == (5, "not finite")
+
+
+def test_a_worker_that_reads_its_data_leaves_half_of_its_cpus(tmp_path, trainers):
+    made, _ = trainers
+    driver.run_workers(print, make_config(tmp_path, num_workers=2, pool={"num_workers": 1}))
+    assert made[0].scaling.resources_per_worker == {"CPU": 1.0, "GPU": 0.0} and made[0].config["num_threads"] == 2

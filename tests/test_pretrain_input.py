@@ -1,0 +1,124 @@
+"""What pretrain.py refuses: in one line, with an exit code, before a model is loaded."""
+
+import os
+import shutil
+
+import pytest
+from conftest import make_raw_data
+
+import checkpoint
+import cli
+
+
+@pytest.fixture
+def command(pretrain_command):
+    return pretrain_command
+
+
+@pytest.fixture
+def refused(command, monkeypatch):
+    """Return a function that runs the command, which must fail before a model is loaded, and returns its line."""
+
+    def loaded(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    def refuse(**flags):
+        with monkeypatch.context() as patch, pytest.raises(cli.ToolError) as caught:
+            patch.setattr("utils.load_models", loaded)
+            patch.setattr("pretrain.load_unet", loaded)
+            command(**flags)
+        code, line = cli.describe_error(caught.value)
+        assert code == 3 and "\n" not in line
+        assert not command.output_dir.exists() or checkpoint.read_manifest(command.output_dir)
+        return line
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"batch_size_per_worker": 24}, "holds 23 rows, a step takes 24"),
+        ({"batch_size_per_worker": 4, "gradient_accumulation_steps": 6}, "holds 23 rows, a step takes 24"),
+        ({"num_validation_rows": 20}, "holds 3 rows, a step takes 4"),
+        ({"num_validation_rows": 23}, "--num_validation_rows 23 leaves nothing of 23 rows"),
+        ({"num_validation_rows": 99}, "--num_validation_rows 99 leaves nothing of 23 rows"),
+        ({"resolution": 32}, "holds latents of 16 pixels, not of --resolution 32"),
+        ({"resolution": 17}, "--resolution 17 is not a multiple of 8"),
+        ({"data": "/nowhere"}, "--data /nowhere is not a folder"),
+        ({"data": "/nowhere", "online": True}, "--data /nowhere does not exist"),
+        ({"model_dir": "/nowhere"}, "--model_dir /nowhere"),
+        ({"output_dir": "/dev/null/out"}, "--output_dir"),
+        ({"latents_column": "x"}, "has no column x"),
+        ({"unet_config": "/nowhere"}, "--unet_config /nowhere"),
+    ],
+)
+def test_bad_input(refused, flags, words):
+    assert words in refused(**flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "Expecting property name"),
+        ("[1, 2]", "is not a UNet's configuration"),
+        ("{}", "has cross_attention_dim 1280, --model_dir "),
+        ('{"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32}', "cross_attention_dim 32"),
+        ('{"in_channels": 3, "out_channels": 4, "cross_attention_dim": 16}', "in_channels 3"),
+    ],
+)
+def test_a_bad_unet_configuration(refused, tmp_path, text, words):
+    (tmp_path / "unet.json").write_text(text)
+    line = refused(unet_config=tmp_path / "unet.json")
+    assert line.startswith("--unet_config ") and words in line
+
+
+def test_bad_data(refused, latents, tiny_model, tmp_path):
+    copy = shutil.copytree(latents, tmp_path / "copy")
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    (other / "vae" / "config.json").write_text((other / "vae" / "config.json").read_text() + "\n")
+    assert "of another model (tiny)" in refused(model_dir=other)
+    (copy / "metadata.json").rename(copy / "run.json")
+    assert "is not finished" in refused(data=copy)
+    for path in copy.glob("*.parquet"):
+        path.unlink()
+    assert "is not finished" in refused(data=copy)
+    (copy / "run.json").unlink()
+    assert "holds no rows" in refused(data=copy, prescaled_latents=True)
+    folder = make_raw_data(tmp_path / "raw", 0)
+    assert "holds no rows" in refused(data=folder, online=True)
+
+
+def test_what_is_in_the_way_is_not_touched(refused, command):
+    command.output_dir.mkdir()
+    (command.output_dir / "thesis.tex").write_text("mine")
+    with pytest.raises(cli.BadInput, match="in the way"):
+        command()
+    assert (command.output_dir / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"online": True, "prescaled_latents": True},
+        {"unet_config": "x", "init_from_pretrained": True},
+        {"lr_scheduler": "constant", "lr_warmup_steps": 5},
+        {"strategy": "x"},
+        {"fsdp_sharding": "x"},
+        {"ema_decay": 1.5},
+        {"lr": 0},
+        {"num_workers": -1},
+        {"max_steps": 0},
+        {"data": None},
+    ],
+)
+def test_usage_errors(command, flags):
+    with pytest.raises(SystemExit) as stop:
+        command(**flags)
+    assert stop.value.code == 2
+
+
+def test_two_commands_at_once(command):
+    with checkpoint.lock(command.work_dir / ".lock"), pytest.raises(cli.TryAgain, match=str(os.getpid())) as caught:
+        command()
+    assert cli.describe_error(caught.value)[0] == 75
