@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
+import time
 from pathlib import Path
 
 from cli import BadInput, TryAgain, say
@@ -19,6 +21,7 @@ from cli import BadInput, TryAgain, say
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{6,})")
 LATEST = "latest"
+LOCK = ".lock"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ def read_json(path):
 def empty_folder(folder):
     """Remove what a folder holds but its lock."""
     for path in Path(folder).iterdir():
-        if path.name != ".lock":
+        if path.name != LOCK:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
@@ -164,7 +167,7 @@ def read_manifest(folder, deep=False):
 
 @contextlib.contextmanager
 def lock(path):
-    """Hold the lock file `path`; raise TryAgain, naming the holder, while another run does.
+    """Hold the lock file `path` and give its owner's line; raise TryAgain, naming the holder, while another run does.
 
     The kernel frees it with the process that holds it, so a killed run's lock never stands in the way.
     """
@@ -177,9 +180,16 @@ def lock(path):
             file.seek(0)
             raise TryAgain(f"{path.parent} is in use by {file.read().strip() or 'another run'}: wait for it") from None
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        owner = f"process {os.getpid()} on {socket.gethostname()}, {time.strftime('%F %T')}, run {secrets.token_hex(4)}"
+        file.write(owner + "\n")
         file.flush()
-        yield
+        yield owner
+
+
+def check_owner(path, owner):
+    """Raise TryAgain where a lock is not `owner`'s any more: workers may outlive their driver for some seconds."""
+    if Path(path).read_text().strip() != owner:
+        raise TryAgain(f"{Path(path).parent} belongs to another run now: this one stops")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def run_training(args, settings, plan_steps, train):
         say(f"{args.output_dir} is trained for {steps} steps already")
         print_result(output_dir=args.output_dir, steps=steps, trained=0)
         return
-    with checkpoint.lock(Path(args.work_dir) / ".lock"):
+    with checkpoint.lock(Path(args.work_dir) / checkpoint.LOCK) as args.owner:
         checkpoint.recover(args.output_dir)
         open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
         result = train(steps, num_workers)

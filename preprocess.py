@@ -198,7 +198,7 @@ def main(args):
     if metadata and not args.overwrite:
         checkpoint.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
     work_dir = f"{args.output_dir}.work"
-    with contextlib.nullcontext() if remote else checkpoint.lock(Path(work_dir) / ".lock"):
+    with contextlib.nullcontext() if remote else checkpoint.lock(Path(work_dir) / checkpoint.LOCK):
         folder = output if remote else Folder(f"{work_dir}/parts")
         begin(folder, settings, args.overwrite)
         finish(args, folder, settings, encode_all(args, folder, sources))

@@ -231,10 +231,13 @@ def train_steps(run, config, place):
         if is_logged:
             values |= dict(zip(run.loss_names, place.mean(losses).tolist(), strict=True))
             values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
+        is_saved = step % config["checkpointing_steps"] == 0 or step == last
+        if place.rank == 0 and (values or is_saved):
+            checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
         if log and values:
             log.write(step, **values)
         stopping = (is_logged or place.world_size == 1) and place.any(stop_asked(config))
-        if run.saves and (step % config["checkpointing_steps"] == 0 or step == last or stopping):
+        if run.saves and (is_saved or stopping):
             save(run, step, config, place)
     if log:
         log.close()

@@ -145,6 +145,16 @@ def test_the_older_checkpoint_goes_only_after_the_newer_is_whole(tmp_path, monke
     assert tree(tmp_path) == before
 
 
+def test_workers_whose_driver_lost_the_lock_are_stopped(tmp_path):
+    """A driver that is killed leaves workers for some seconds, in which the same command may have started again."""
+    with checkpoint.lock(tmp_path / ".lock") as first:
+        checkpoint.check_owner(tmp_path / ".lock", first)
+    with checkpoint.lock(tmp_path / ".lock") as second:
+        checkpoint.check_owner(tmp_path / ".lock", second)
+        with pytest.raises(cli.TryAgain, match="belongs to another run"):
+            checkpoint.check_owner(tmp_path / ".lock", first)
+
+
 def test_lock_names_its_holder_and_goes_with_it(tmp_path):
     code = "import sys, checkpoint\nwith checkpoint.lock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
     other = subprocess.Popen(

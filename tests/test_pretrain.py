@@ -313,10 +313,10 @@ def test_two_workers_one_killed(command, tmp_path, ray_session):
     """Two workers, one of them killed on the way, end bit-equal to two undisturbed."""
     import psutil
 
-    steps, killed = 150, []
+    killed = []
 
     def kill():
-        while len(log_of(tmp_path / "killed.work")) < 30:
+        while len(log_of(tmp_path / "killed.work")) < 15:
             time.sleep(0.02)
         for process in psutil.Process().children(recursive=True):
             if "RayTrainWorker" in " ".join(process.cmdline()):
@@ -324,7 +324,7 @@ def test_two_workers_one_killed(command, tmp_path, ray_session):
                 killed.append(process.pid)
                 return
 
-    flags = {"max_steps": steps, "checkpointing_steps": 20, "num_workers": 2, "num_validation_rows": 3}
+    flags = {"max_steps": 100, "checkpointing_steps": 10, "num_workers": 2, "num_validation_rows": 3}
     command(output_dir=tmp_path / "two", validation_steps=50, **flags)
     threading.Thread(target=kill, daemon=True).start()
     command(output_dir=tmp_path / "killed", validation_steps=50, max_failures=1, **flags)
@@ -351,7 +351,7 @@ def test_two_workers_with_fsdp_publish_a_pipeline(command, capsys, ray_session):
 
 @pytest.mark.ray
 def test_two_workers_online_as_offline(command, tmp_path, raw_data, ray_session):
-    flags = {"max_steps": 3, "num_workers": 2, "num_validation_rows": 3}
+    flags = {"max_steps": 2, "num_workers": 2}
     command(output_dir=tmp_path / "offline", **flags)
     command(output_dir=tmp_path / "online", data=raw_data, online=True, rows_per_file=5, **flags)
     assert losses(tmp_path / "online.work") == pytest.approx(losses(tmp_path / "offline.work"), abs=1e-6)
