@@ -127,7 +127,7 @@ def from_column(column, shape, place):
             sides += lengths.to_pylist()
             array = array.flatten()
         else:
-            raise CheckFailed(f"{place} holds {array.type}, not numbers: give another column")
+            raise CheckFailed(f"{place} holds {array.type}, not floats: give another column")
         nulls += array.null_count
     if nulls:
         raise CheckFailed(f"{place} is null in {nulls} places: leave those rows out")

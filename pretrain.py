@@ -26,7 +26,7 @@ from cluster import start_ray
 from latents import LatentFiles, open_latents
 from loader import add_raw_data_flags, loader_options
 from model_card import pretraining_card, publish_pipeline
-from model_folder import check_pipeline, check_resolution, model_resolution, read_config, read_unet_config
+from model_folder import check_pipeline, check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
 from raw_data import list_sources
 from storage import absolute
 from streams import Order, RawImages, ahead, hold_out, make_load, training_batches, validation_batches
@@ -166,6 +166,7 @@ def load_unet(config, place, folder):
     else:
         torch.manual_seed(config["seed"])
         unet = UNet2DConditionModel.from_config(config["unet"])
+    unet.register_to_config(sample_size=config["resolution"] // pixel_factor(config["model_dir"]))
     if config["gradient_checkpointing"]:
         unet.enable_gradient_checkpointing()
     unet = unet.to(place.device).train()

@@ -8,6 +8,7 @@ import itertools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -137,17 +138,21 @@ class RawImages:
 
     def __call__(self, item):
         """Yield the loaded chunk of a piece {"chunk", "first", "last", "epoch"}; other rows stand in for bad ones."""
-        number, first, _ = self.chunks[item["chunk"]]
+        number, first, chunk_rows = self.chunks[item["chunk"]]
         source, count = Source(**self.sources[number]), item["last"] - item["first"]
-        chunk = Loader(**self.loader)(source, first + item["first"], count, item["epoch"])
+        load = partial(Loader(**self.loader), source, epoch=item["epoch"])
+        chunk = load(first + item["first"], count)
         bad = chunk["bad"]
-        if not chunk["keys"] or len(bad) > max(1, self.max_bad_fraction * count):
+        expected = self.max_bad_fraction * count
+        if not chunk["keys"]:  # of a short piece: the rest of its chunk stands in
+            chunk = load(first, chunk_rows)
+        if not chunk["keys"] or len(bad) > max(1, expected + 4 * expected**0.5):  # pieces differ by chance
             raise BadInput(
                 f"{len(bad)} of {count} rows of {source.name} are bad, more than --max_bad_fraction "
                 f"{self.max_bad_fraction:g}; the first is {bad[0][0]}: {bad[0][1]}"
             )
-        rows = np.arange(count) % len(chunk["keys"])
         if bad:
+            rows = np.arange(count) % len(chunk["keys"])
             chunk = {
                 name: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
                 for name, values in chunk.items()

@@ -91,10 +91,10 @@ BAD_COLUMNS = {
     "another order in lists": (pa.array(numbers(2, (2, 3, 4)).tolist()), r"of shape \(2, 3, 4\), the model takes"),
     "not a number": (pa.array([[*ROW[1:], float("nan")]]), "x holds values that are not finite"),
     "infinity in float16": (pa.array([np.full(24, np.inf, np.float16)]), "x holds values that are not finite"),
-    "text": (pa.array(["a", "b"]), "x holds string, not numbers"),
-    "structs": (pa.array([{"bytes": "a"}]), "x holds struct<bytes: string>, not numbers"),
+    "text": (pa.array(["a", "b"]), "x holds string, not floats"),
+    "structs": (pa.array([{"bytes": "a"}]), "x holds struct<bytes: string>, not floats"),
     "ray's tensors of another order": (pa.array([{"data": ROW, "shape": [2, 3, 4]}]), "rows of shape"),
-    "lists of text": (pa.array([["a"] * 24]), "x holds string, not numbers"),
+    "lists of text": (pa.array([["a"] * 24]), "x holds string, not floats"),
 }
 
 

@@ -29,6 +29,7 @@ MODES = {
     "HYBRID_SHARD on one node": (2, "fsdp", "HYBRID_SHARD", 2),
     "HYBRID_SHARD on two nodes": (4, "fsdp", "HYBRID_SHARD", 2),
 }
+OWNER = "these tests"
 ALONE = training.Place(0, 1, torch.device("cpu"))
 UNET = {
     "sample_size": 8,
@@ -65,9 +66,10 @@ def make_run(
     """Return (training.Run, its config, the UNet, its Ema), where the newest checkpoint of `work_dir` left them."""
     config = {"seed": 0, "log_every": 1, "settings": {}, "max_train_steps": STEPS, "checkpointing_steps": SAVED}
     config |= {"work_dir": str(work_dir), "gradient_accumulation_steps": accumulation, "checkpoints_total_limit": 9}
-    config |= {"lr": 1e-2, "lr_scheduler": "constant", "lr_warmup_steps": 0}
+    config |= {"owner": OWNER, "lr": 1e-2, "lr_scheduler": "constant", "lr_warmup_steps": 0}
     config |= {"adam_weight_decay": 0.1, "max_grad_norm": 1.0}
     config |= {"strategy": strategy, "unet": UNET, "init_from_pretrained": False, "gradient_checkpointing": False}
+    (Path(work_dir) / checkpoint.LOCK).write_text(OWNER)
     step, folder = checkpoint.newest_checkpoint(work_dir)
     if folder:  # as the index of a model folder names it
         config["model_dir"] = str(Path(work_dir).parent)

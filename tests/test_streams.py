@@ -386,10 +386,12 @@ def test_too_many_bad_rows_are_bad_input(tmp_path, tiny_model):
     folder = make_raw_data(tmp_path / "raw", 8)
     for name in ("01.png", "02.png"):
         (folder / name).write_text("no image")
-    words = r"2 of 4 rows of metadata\.jsonl are bad, more than --max_bad_fraction 0\.25; the first is .*:1: "
+    words = r"2 of 4 rows of metadata\.jsonl are bad, more than --max_bad_fraction 0\.01; the first is .*:1: "
     with pytest.raises(cli.BadInput, match=words):
-        list(raw_images(folder, tiny_model)(piece(0, 0, 4)))
+        list(raw_images(folder, tiny_model, 0.01)(piece(0, 0, 4)))
     assert len(next(raw_images(folder, tiny_model, 0.5)(piece(0, 0, 4)))["keys"]) == 4
+    (chunk,) = raw_images(folder, tiny_model, 0.5)(piece(0, 1, 3))  # a piece without a good row takes its chunk's
+    assert chunk["captions"] == ["picture 0", "picture 3"]
     for name in ("00.png", "03.png"):
         (folder / name).unlink()
     with pytest.raises(cli.BadInput, match="4 of 4 rows"):

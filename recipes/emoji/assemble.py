@@ -9,6 +9,7 @@ import sys
 import checkpoint
 import cli
 from model_card import drop_local_paths
+from utils import set_up_torch
 
 UNET = {  # 10.9 million weights; attention below the top level
     "sample_size": 16,
@@ -50,6 +51,7 @@ def main(args):
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTokenizer
 
+    set_up_torch("cpu")
     torch.manual_seed(args.seed)
     pipeline = StableDiffusionPipeline(
         vae=AutoencoderKL.from_pretrained(args.vae_dir),

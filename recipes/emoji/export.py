@@ -15,7 +15,7 @@ import pictures
 import checkpoint
 import cli
 from model_card import drop_local_paths
-from utils import load_pipeline
+from utils import load_pipeline, set_up_torch
 
 LARGEST = 25_000_000  # bytes of safetensors
 SEED = 0
@@ -90,6 +90,7 @@ def main(args):
     """Convert, draw the contact sheet, and publish."""
     import torch
 
+    set_up_torch("cpu")
     prompts = contact_sheet.read_prompts(contact_sheet.PROMPTS_FILE)
     pipeline = load_pipeline(args.model_dir, torch.float32)
     with checkpoint.staging(args.output_dir) as beside:
