@@ -166,7 +166,7 @@ def load_unet(config, place, folder):
     else:
         torch.manual_seed(config["seed"])
         unet = UNet2DConditionModel.from_config(config["unet"])
-    unet.register_to_config(sample_size=config["resolution"] // pixel_factor(config["model_dir"]))
+    unet.register_to_config(sample_size=config["unet"]["sample_size"])
     if config["gradient_checkpointing"]:
         unet.enable_gradient_checkpointing()
     unet = unet.to(place.device).train()
@@ -276,7 +276,8 @@ def read_inputs(args):
         checkpoint.check_writable(getattr(args, name), f"--{name}")
     data = open_data(args)
     settings = {name: getattr(args, name) for name in SETTINGS}
-    settings["unet"] = read_unet_config(args.unet_config, args.model_dir)
+    sample_size = args.resolution // pixel_factor(args.model_dir)
+    settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}
     settings["model"] = checkpoint.digest_model(args.model_dir)
     settings["data"] = checkpoint.digest_values(data.fingerprint)
     return settings, data

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import ROOT, last_json, make_tiny_model, noise_png, run_script, tree
 
 import checkpoint
@@ -282,7 +283,8 @@ def kill(source, target):
 checkpoint.os.replace = kill
 preprocess.main(preprocess.parse_args())
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    threads = str(torch.get_num_threads())  # as here: another number rounds otherwise
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads}
     arguments = [sys.executable, "-c", code, *command(*flags)]
     killed = subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
