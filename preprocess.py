@@ -61,10 +61,10 @@ class PartWriter:
         self.encoder, self.folder = LatentEncoder(**encoder_options), Folder(output_dir)
 
     def __call__(self, chunk):
-        """Return {"rows", "bad"} of a chunk, written under its name, whole or not at all."""
+        """Return {"name", "rows", "bad"} of a chunk, written under its name, whole or not at all."""
         columns = self.encoder(chunk) if chunk["keys"] else {}
         self.folder.write(chunk["name"], to_parquet(chunk, columns))
-        return {"rows": len(chunk["keys"]), "bad": chunk["bad"]}
+        return {"name": chunk["name"], "rows": len(chunk["keys"]), "bad": chunk["bad"]}
 
 
 def load_chunks(item, loader, rows_per_file):
@@ -132,11 +132,12 @@ def encode_all(args, folder, sources):
     results = map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
     with Progress("preprocess", total, "rows", initial=good + len(bad)) as progress:
         for result in results:
+            parts[result["name"]] = (result["rows"], result["bad"])
             good, bad = good + result["rows"], bad + result["bad"]
             progress.update(result["rows"] + len(result["bad"]), bad=len(bad))
             if good + len(bad) >= EARLY:
                 check_bad_rows(good, bad, args.max_bad_fraction)
-    return written_parts(folder)
+    return dict(sorted(parts.items()))
 
 
 def finish(args, folder, settings, parts):

@@ -23,7 +23,7 @@ import parallel
 import training
 from cli import BadInput
 from cluster import start_ray
-from latents import LatentFiles, open_latents
+from latents import LatentEncoder, LatentFiles, open_latents
 from loader import add_raw_data_flags, loader_options
 from model_card import pretraining_card, publish_pipeline
 from model_folder import check_pipeline, check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
@@ -175,8 +175,6 @@ def load_unet(config, place, folder):
 
 def encode_no_caption(config, place):
     """Return the empty caption's embedding, [L, D] float32."""
-    from latents import LatentEncoder
-
     encoder = LatentEncoder(config["model_dir"], (), 1, config["mixed_precision"], config.get("num_threads"))
     return encoder.encode_captions([""])[0].astype("float32")
 

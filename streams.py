@@ -8,7 +8,7 @@ import itertools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -115,7 +115,7 @@ class RawImages:
     encoder: dict
     max_bad_fraction: float
 
-    @property
+    @cached_property
     def chunks(self):
         """Return [(source number, first row, rows)]."""
         size = self.rows_per_chunk
