@@ -18,7 +18,7 @@ import signal
 import sys
 from pathlib import Path
 
-from checkpoint import check_writable, lock, write_bytes
+from checkpoint import check_space, check_writable, lock, write_bytes
 from cli import (
     BadInput,
     CheckFailed,
@@ -224,6 +224,8 @@ def download(args, snapshot, listing):
     with plain_errors(args, api.endpoint):
         api.hf_hub_download(filename="model_index.json", **place)
     names = select_files(listing, read_index(snapshot), args.variant)
+    need = sum(listing[name] or 0 for name in names if not (snapshot / name).is_file())
+    check_space([("--model_dir", args.model_dir, need)])
     with plain_errors(args, api.endpoint), stopping_at_once(snapshot.parent.parent / "blobs"):
         api.snapshot_download(allow_patterns=[glob.escape(name) for name in names], **place)
     check_snapshot(snapshot, listing, args.variant)

@@ -14,12 +14,15 @@ import secrets
 import shutil
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cli import BadInput, TryAgain, say
+from cli import BadInput, CheckFailed, OutOfResource, TryAgain, say
 
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{6,})")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+CHECK_THREADS = 4  # that read the files of a model
 LATEST = "latest"
 LOCK = ".lock"
 
@@ -64,13 +67,6 @@ def read_json(path):
         return {}
 
 
-def empty_folder(folder):
-    """Remove what a folder holds but its lock."""
-    for path in Path(folder).iterdir():
-        if path.name != LOCK:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
 def _sync(path):
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -79,15 +75,45 @@ def _sync(path):
         os.close(descriptor)
 
 
+def _existing(folder):
+    """Return `folder`, or the nearest folder above it that exists."""
+    folder = Path(folder)
+    return next(place for place in (folder, *folder.parents) if place.exists())
+
+
 def check_writable(folder, flag):
     """Raise BadInput unless files can be written in `folder`, or in the nearest folder above it that exists."""
-    place = Path(folder)
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = _existing(folder)
     if not place.is_dir():
         raise BadInput(f"{flag} {folder}: {place} is not a folder; choose another place")
     if not os.access(place, os.W_OK | os.X_OK):
         raise BadInput(f"{flag} {folder}: no permission to write in {place}; choose another place")
+
+
+def check_ours(folder, flag):
+    """Raise BadInput where `folder` holds what we did not publish: not even --overwrite replaces that."""
+    folder = Path(folder)
+    if not (folder / MANIFEST).is_file() and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadInput(f"{flag} {folder} is in the way: it is not a result of ours; choose another place")
+
+
+def check_apart(output_dir, **others):
+    """Raise BadInput where replacing `output_dir` would remove another folder; others: absolute paths by flag."""
+    for name, path in others.items():
+        if path and Path(path).is_relative_to(output_dir):
+            raise BadInput(f"--output_dir {output_dir} would replace --{name} {path}: choose a folder apart")
+
+
+def check_space(needs):
+    """Raise OutOfResource unless what is to be written fits on its disk; needs: [(flag, folder, bytes)]."""
+    for device in {os.stat(_existing(folder)).st_dev for _, folder, _ in needs}:
+        here = [need for need in needs if os.stat(_existing(need[1])).st_dev == device]
+        need, free = sum(need[2] for need in here), shutil.disk_usage(_existing(here[0][1])).free
+        if need > free:
+            raise OutOfResource(
+                f"{here[0][0]} {here[0][1]}: some {need / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB of the disk are "
+                "free: make room, or take another disk"
+            )
 
 
 def staging_path(target):
@@ -196,10 +222,15 @@ def check_owner(path, owner):
 # What a run was made from
 
 
-def digest_files(paths, root=None):
-    """Return one sha256 of files by name (below `root`, or bare) and content, wherever they lie, in any order."""
+def digest_files(paths, root=None, known=None):
+    """Return one sha256 of files by name (below `root`, or bare) and content, wherever they lie, in any order.
+
+    known: {path: sha256} of those that need not be read.
+    """
+    known = known or {}
     lines = sorted(
-        f"{path.relative_to(root) if root else path.name} {_sha256_known(path)}" for path in map(Path, paths)
+        f"{path.relative_to(root) if root else path.name} {known.get(path) or sha256_file(path)}"
+        for path in map(Path, paths)
     )
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -210,18 +241,40 @@ def digest_values(values):
 
 
 def digest_model(model_dir):
-    """Return one sha256 of the files of a model folder, or a checkpoint, that decide what it draws."""
-    kinds = {".json", ".safetensors", ".txt", ".model"}
-    folder = Path(model_dir)
+    """Return one sha256 of the files of a model folder, or a checkpoint, that decide what it draws.
+
+    Gigabytes are not read again where a manifest or the hub's cache knows their sha256: `check_model` reads them.
+    """
+    return digest_files(_model_files(model_dir), root=Path(model_dir), known=_known_sha256(model_dir))
+
+
+def check_model(model_dir):
+    """Raise CheckFailed for a file of a model folder, or a checkpoint, that has not the sha256 that is known of it."""
+    known = _known_sha256(model_dir)
+    with ThreadPoolExecutor(CHECK_THREADS) as pool:
+        for path, found in zip(known, pool.map(sha256_file, known), strict=True):
+            if found != known[path]:
+                raise CheckFailed(f"{path} is damaged: its sha256 is not {known[path][:12]}...: fetch or make it again")
+
+
+def _model_files(model_dir):
+    folder, kinds = Path(model_dir), {".json", ".safetensors", ".txt", ".model"}
     parts = [path for path in folder.glob("*/*") if path.suffix in kinds and path.parent.name[0] != "."]
-    return digest_files([*folder.glob("model_index.json"), *parts], root=folder)
+    return [*folder.glob("model_index.json"), *parts]
 
 
-def _sha256_known(path):
-    """Return a file's sha256, from the name of its blob where it lies in a hub cache: gigabytes are not read again."""
-    blob = path.resolve()
-    known = blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name)
-    return blob.name if known else sha256_file(path)
+def _known_sha256(model_dir):
+    """Return {file of a model folder: the sha256 it must have}, by its manifest or its blob's name in a hub cache."""
+    folder = Path(model_dir)
+    files = (read_manifest(folder) or {"files": {}})["files"]
+    known = {}
+    for path in _model_files(folder):
+        fact, blob = files.get(path.relative_to(folder).as_posix()), path.resolve()
+        if fact:
+            known[path] = fact["sha256"]
+        elif blob.parent.name == "blobs" and SHA256.fullmatch(blob.name):
+            known[path] = blob.name
+    return known
 
 
 def check_same_settings(settings, earlier, place):

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -109,9 +110,9 @@ def describe_error(error):
     *_, last = causes(error)
     known = next(filter(None, map(as_tool_error, causes(error))), None)
     if known:
-        return known.exit_code, _one_line(str(known))
+        return known.exit_code, one_line(str(known))
     lines = str(last).strip().splitlines() or [""]
-    return ToolError.exit_code, _one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows where)")
+    return ToolError.exit_code, one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows where)")
 
 
 def as_tool_error(error):
@@ -120,8 +121,11 @@ def as_tool_error(error):
         return error
     if isinstance(error, KeyboardInterrupt):
         return Stopped(signal.SIGINT)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutOfResource(f"disk full while writing {error.filename or 'a file'}: make room, then run again")
+    written = re.search(r"os error (\d+)", str(error))  # safetensors' and the hub's writers are in Rust
+    number = int(written[1]) if written else getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        where = getattr(error, "filename", None) or "a file"
+        return OutOfResource(f"disk full while writing {where}: make room, then run again")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         remedy = "try a smaller --train_batch_size, --batch_size or --resolution, or --gradient_checkpointing"
         return OutOfResource(f"out of memory: {remedy}")
@@ -142,7 +146,8 @@ def causes(error):
         left = [*failures.values(), *others, *left]
 
 
-def _one_line(text, limit=800):
+def one_line(text, limit=800):
+    """Return `text` with its line breaks as blanks, cut to `limit` characters."""
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -186,6 +191,7 @@ def add_shared_flags(parser):
 def add_compute_flags(group):
     """Add the flags of the scripts that run on Ray."""
     group.add_argument("--address", help="Ray cluster to join; RAY_ADDRESS, or else a local one")
+    group.add_argument("--insecure_cluster", action="store_true", help="join a cluster that asks for no token")
     group.add_argument("--cpus_per_worker", type=positive_float, help="CPUs of each worker; default: an even share")
     group.add_argument("--gpus_per_worker", type=positive_float, help="GPUs of each worker; default: 1 where there are")
     group.add_argument(
@@ -196,9 +202,12 @@ def add_compute_flags(group):
     )
 
 
+PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker")
+
+
 def placement(args):
     """Return the flags that say where on Ray something runs, as map_on_actors and run_workers take them."""
-    return {name: getattr(args, name) for name in ("address", "cpus_per_worker", "gpus_per_worker")}
+    return {name: getattr(args, name) for name in PLACEMENT}
 
 
 def positive_int(text):

@@ -6,15 +6,23 @@ import os
 import pickle
 import signal
 import sys
+from pathlib import Path
 
 from cli import BadInput, ToolError, as_tool_error
 
+OLDEST_RAY = (2, 60)
+TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
 
-def start_ray(address=None):
+
+def start_ray(address=None, insecure_cluster=False):
     """Start a quiet local Ray, or join the cluster at `address` or RAY_ADDRESS; return its resources, {"CPU": 8.0}.
 
-    A cluster's workers get the scripts of this folder through `runtime_env`; local ones import them from here.
+    A local one listens on this host alone. A cluster without a token is refused, unless `insecure_cluster`; its
+    workers get the scripts of this folder through `runtime_env`, local ones import them from here.
     """
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local":
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what makes Ray listen on 127.0.0.1 alone
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
@@ -25,12 +33,15 @@ def start_ray(address=None):
 
     import ray
 
+    if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST_RAY:
+        raise BadInput(f"Ray {ray.__version__} is installed, 2.60 or newer is needed: install requirements.txt")
     if not ray.is_initialized():
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
         options = {"logging_level": "ERROR", "log_to_driver": False}
         if address == "local":
             options["include_dashboard"] = False
         else:
+            if not insecure_cluster:
+                _check_token(address)
             here = os.path.dirname(os.path.abspath(__file__))
             options["runtime_env"] = {"working_dir": here, "excludes": [".git", ".venv", "data", "models", "tests"]}
         try:
@@ -40,12 +51,23 @@ def start_ray(address=None):
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would exit with another code
         except ConnectionError as error:
             if "AuthenticationError" in type(error.__cause__).__name__ + str(error.__cause__):
-                remedy = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
-                raise BadInput(f"the Ray cluster at {address} asks for a token: {remedy}") from error
+                raise BadInput(f"the Ray cluster at {address} asks for a token: {TOKEN_REMEDY}") from error
             raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return ray.cluster_resources()
+
+
+def _check_token(address):
+    """Raise BadInput where Ray would join a cluster without a token: it is told to, or is not told and has none."""
+    mode = os.environ.get("RAY_AUTH_MODE")
+    given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    has_token = mode.lower() == "token" if mode else given or (Path.home() / ".ray" / "auth_token").is_file()
+    if not has_token and address.rpartition(":")[0] not in ("localhost", "127.0.0.1", "[::1]"):
+        raise BadInput(
+            f"the Ray cluster at {address} would be joined without a token, and whoever reaches it could run code: "
+            f"{TOKEN_REMEDY}, or pass --insecure_cluster"
+        )
 
 
 @contextlib.contextmanager
@@ -91,7 +113,7 @@ def map_on_actors(worker_class, options, items, num_workers, prepare=None, order
     num_workers: 0 for this process, without Ray; n or (min, max) actors of a Ray Data pool; None for one on each GPU,
     or one on every four CPUs. An actor loads its model once, takes one item at a time, and is replaced when it dies.
     prepare: a function that yields the workers' items for one of `items`; it runs on CPU tasks, ahead of the actors.
-    worker_class: None yields what `prepare` does. place: address, cpus_per_worker and gpus_per_worker.
+    worker_class: None yields what `prepare` does. place: what cli.placement returns.
     """
     if not items:
         return
@@ -115,6 +137,7 @@ def _on_ray(
     prepare,
     ordered,
     address=None,
+    insecure_cluster=False,
     cpus_per_worker=None,
     gpus_per_worker=None,
 ):
@@ -122,7 +145,7 @@ def _on_ray(
     import ray.data
     from ray.data import ActorPoolStrategy
 
-    resources = start_ray(address)
+    resources = start_ray(address, insecure_cluster)
     if num_workers is None:
         num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)

@@ -272,7 +272,7 @@ def cache_posteriors(folder, pairs, instance_images, class_images, encoder_optio
     Rows are in the order of `Pairs.rows`, so each keeps its image however the loader shuffles.
     encoder_options: of PosteriorEncoder; pool: num_workers and the like, of map_on_actors.
     """
-    if read_manifest(folder) is not None:
+    if read_manifest(folder, deep=True) is not None:
         return
     rows = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
     rows += [(str(path), i, None) for i, path in enumerate(class_images)]

@@ -8,8 +8,10 @@ from pathlib import Path
 import checkpoint
 from cli import BadInput, Progress, Stopped, as_tool_error, causes, describe_error, print_result, say, stop_file
 from cluster import share_resources, start_ray
+from model_folder import count_weights
 from training import LOG, STOP, read_log
 
+WORK_FILES = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, LOG, "tensorboard", "posteriors", "ray")  # of a run
 RECORD = "run.json"  # the settings and the number of workers of the run in a work folder
 
 
@@ -20,7 +22,7 @@ def run_training(args, settings, plan_steps, train):
     """
     num_workers = recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
     if num_workers is None:
-        num_workers = int(start_ray(args.address).get("GPU", 0)) or 1
+        num_workers = int(start_ray(args.address, args.insecure_cluster).get("GPU", 0)) or 1
     steps = plan_steps(num_workers)
     if is_finished(args.output_dir, settings, steps, args.overwrite):
         say(f"{args.output_dir} is trained for {steps} steps already")
@@ -39,10 +41,11 @@ def is_finished(output_dir, settings, steps, overwrite):
     manifest = checkpoint.read_manifest(output_dir) or {}
     if manifest.get("settings") == settings and manifest.get("step") == steps:
         return True
-    if overwrite or not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
+    checkpoint.check_ours(output_dir, "--output_dir")
+    if overwrite or not output_dir.exists() or not any(output_dir.iterdir()):
         return False
     if not manifest:
-        raise BadInput(f"--output_dir {output_dir} is in the way: not a whole result of ours; another, or --overwrite")
+        raise BadInput(f"--output_dir {output_dir} is a damaged result of ours: --overwrite replaces it")
     checkpoint.check_same_settings(settings, manifest.get("settings", {}), f"--output_dir {output_dir}")
     if manifest["step"] > steps:
         raise BadInput(f"--output_dir {output_dir} is trained for {manifest['step']} steps, more than {steps}")
@@ -56,7 +59,8 @@ def open_work_dir(work_dir, settings, num_workers, overwrite):
     if earlier not in (None, settings):
         if checkpoint.list_checkpoints(work_dir) and not overwrite:
             checkpoint.check_same_settings(settings, earlier, f"--work_dir {work_dir}")
-        checkpoint.empty_folder(work_dir)
+        for path in [path for name in WORK_FILES for path in work_dir.glob(name)]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     checkpoint.write_json(work_dir / RECORD, {"settings": settings, "num_workers": num_workers})
 
 
@@ -65,7 +69,27 @@ def recorded_workers(work_dir):
     return checkpoint.read_json(Path(work_dir) / RECORD).get("num_workers")
 
 
-def run_workers(train_loop, config, address=None, cpus_per_worker=None, gpus_per_worker=None, max_failures=0):
+def check_disk(args, trained_weights, copies, cache=0):
+    """Raise OutOfResource unless the checkpoints, the cache [bytes] and the result fit on their disks.
+
+    copies: numbers that a checkpoint holds of each trained weight: itself, Adam's two and perhaps its average.
+    """
+    left = max(0, args.checkpoints_total_limit + 1 - len(checkpoint.list_checkpoints(args.work_dir)))
+    checkpoints = left * 4 * copies * trained_weights
+    result = 4 * count_weights(args.model_dir)
+    needs = [("--work_dir", args.work_dir, checkpoints + cache), ("--output_dir", args.output_dir, result)]
+    checkpoint.check_space(needs)
+
+
+def run_workers(
+    train_loop,
+    config,
+    address=None,
+    insecure_cluster=False,
+    cpus_per_worker=None,
+    gpus_per_worker=None,
+    max_failures=0,
+):
     """Run `train_loop(config)` on config["num_workers"] workers, show its log, and return what rank 0 returns.
 
     0 workers: this process, without Ray. A signal makes the workers save and stop; then Stopped is raised.
@@ -75,7 +99,8 @@ def run_workers(train_loop, config, address=None, cpus_per_worker=None, gpus_per
     if config["num_workers"] == 0:
         fit = train_loop
     else:
-        cpus, gpus = share_resources(start_ray(address), config["num_workers"], cpus_per_worker, gpus_per_worker)
+        resources = start_ray(address, insecure_cluster)
+        cpus, gpus = share_resources(resources, config["num_workers"], cpus_per_worker, gpus_per_worker)
         config = {**config, "num_threads": max(1, int(cpus))}
         if config.get("pool", {}).get("num_workers"):
             cpus /= 2  # the other half is for those who read their data

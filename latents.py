@@ -76,7 +76,7 @@ class LatentEncoder:
         from model_folder import tokenize
 
         unique = sorted(set(captions))
-        ids = torch.tensor(tokenize(self.model_dir, unique, warn=False))
+        ids = torch.tensor(tokenize(self.model_dir, unique))
         parts = []
         with torch.inference_mode():
             for start in range(0, len(ids), self.batch_size):

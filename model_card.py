@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import checkpoint
+from cli import one_line
 from training import LOG
 
 CARD_STEPS = 30  # of the sampler, for the sample images
@@ -64,7 +65,8 @@ def base_license(model_dir):
 
 
 def _table(settings):
-    rows = "\n".join(f"| {name} | {json.dumps(value)} |" for name, value in sorted(settings.items()))
+    shown = {name: json.dumps(value).replace("|", "\\|") for name, value in sorted(settings.items())}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in shown.items())
     return f"| setting | value |\n|---|---|\n{rows}"
 
 
@@ -75,6 +77,7 @@ def _pictures(samples):
 def dreambooth_card(config, step, samples):
     """Return the README.md of a tuned pipeline, with the front matter of the model hub."""
     base, licence = base_name(config["model_dir"]), base_license(config["model_dir"])
+    prompt = one_line(config["instance_prompt"].replace("`", "'"))
     return f"""---
 base_model: {json.dumps(base)}
 instance_prompt: {json.dumps(config["instance_prompt"])}
@@ -84,10 +87,10 @@ pipeline_tag: text-to-image
 tags: [dreambooth, stable-diffusion, text-to-image]
 ---
 
-# {config["instance_prompt"]}
+# {prompt}
 
 `{base}`, taught one subject with DreamBooth (arXiv 2208.12242). Name the subject as the prompt it learned
-does: `{config["instance_prompt"]}`.
+does: `{prompt}`.
 
 {_pictures(samples)}
 
@@ -100,7 +103,7 @@ Licence: that of the base model ({licence}); the photos are their owner's.
 def pretraining_card(config, step, samples):
     """Return the README.md of a pre-trained pipeline, with the front matter of the model hub."""
     base = base_name(config["model_dir"])
-    captions = "\n".join(f"- {prompt}" for prompt in config["sample_prompts"])
+    captions = "\n".join(f"- {one_line(prompt)}" for prompt in config["sample_prompts"])
     return f"""---
 library_name: diffusers
 license: other

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import Path
 
-from cli import BadInput, CheckFailed, say
+from cli import BadInput, CheckFailed, one_line, say
 
 
 def read_json_file(path):
@@ -127,6 +127,31 @@ def check_safetensors(path):
         raise CheckFailed(f"{path} is damaged ({error}): fetch the model again") from None
 
 
+def count_weights(folder):
+    """Return how many numbers the weights hold of a model folder, or of one component's; a variant counts once."""
+    from safetensors import safe_open
+
+    folder = Path(folder)
+    parts = [folder, *(path for path in folder.iterdir() if path.is_dir())]
+    total = 0
+    for part in parts:
+        variant = weights_variant(part)
+        for path in part.glob(f"*.{variant}*.safetensors" if variant else "*.safetensors"):
+            if variant or path.name.count(".") == 1:
+                with safe_open(path, framework="np") as file:
+                    total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
+
+
+def count_weights_of(unet_config):
+    """Return how many weights a UNet of a configuration has; it is made without memory for them."""
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        return UNet2DConditionModel.from_config(unet_config).num_parameters()
+
+
 def weights_variant(part):
     """Return the variant of a component's weight files ("fp16" of unet/...fp16.safetensors), None for plain ones."""
     words = [path.name.split(".") for path in Path(part).glob("*.safetensors")]
@@ -146,16 +171,23 @@ def max_tokens(model_dir):
     return _load_tokenizer(model_dir).model_max_length
 
 
-def tokenize(model_dir, prompts, warn=True):
-    """Return each prompt's token ids, padded to the text encoder's length; say what of a long prompt is cut."""
-    tokenizer = _load_tokenizer(model_dir)
-    length = tokenizer.model_max_length
-    all_ids = []
+def tokenize(model_dir, prompts):
+    """Return each prompt's token ids, padded to the text encoder's length, or cut to it."""
+    tokenizer, length = _load_tokenizer(model_dir), max_tokens(model_dir)
+    return [
+        list(tokenizer(text, padding="max_length", max_length=length, truncation=True).input_ids) for text in prompts
+    ]
+
+
+def say_what_is_cut(model_dir, prompts):
+    """Print a warning for each prompt that is longer than the model reads, with the words that are lost."""
+    settings = Path(model_dir) / "tokenizer" / "tokenizer_config.json"
+    length = read_json_file(settings).get("model_max_length") if settings.is_file() else None
     for prompt in prompts:
-        ids = tokenizer(prompt, padding="max_length", max_length=length, truncation=True).input_ids
-        all_ids.append(list(ids))
-        whole = tokenizer(prompt, truncation=False, verbose=False).input_ids if warn else ids
-        if len(whole) > length:
-            lost = tokenizer.decode(whole[length - 1 : -1])
-            say(f"warning: the model reads {length} tokens, {prompt!r} has {len(whole)}: {lost!r} is not read")
-    return all_ids
+        if length is None or len(prompt.encode()) + 2 <= length:  # a token is a byte or more: transformers stays away
+            continue
+        tokenizer = _load_tokenizer(model_dir)
+        ids = tokenizer(prompt, truncation=False, verbose=False).input_ids
+        if len(ids) > length:
+            said, lost = one_line(prompt, 100), one_line(tokenizer.decode(ids[length - 1 : -1]), 400)
+            say(f"warning: the model reads {length} tokens, {said!r} has {len(ids)}: {lost!r} is not read")

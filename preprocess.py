@@ -11,6 +11,7 @@ writes float16 latents (mean and std), caption embeddings and captions. Run the 
 import contextlib
 import itertools
 import json
+import math
 import re
 import shutil
 import sys
@@ -109,6 +110,14 @@ def check_bad_rows(good, bad, max_bad_fraction):
         )
 
 
+def check_room(args, rows):
+    """Raise OutOfResource unless the latents and caption embeddings of so many rows fit on a local disk."""
+    shapes = [latent_shapes(args.model_dir, size) for size in args.resolutions]
+    numbers = sum(2 * math.prod(image) for image, _ in shapes) + math.prod(shapes[0][1])  # mean and std, a caption's
+    if not is_remote(args.output_dir):
+        checkpoint.check_space([("--output_dir", args.output_dir, 2 * numbers * rows)])  # float16
+
+
 def encode_all(args, folder, sources):
     """Write the parts that are missing; return the rows and bad rows of all, in the order of the parts."""
     parts = written_parts(folder)
@@ -120,6 +129,8 @@ def encode_all(args, folder, sources):
         done = [name for name in (part_name(number, chunk) for chunk in range(count)) if name in parts]
         if len(done) < count:
             items.append({"source": vars(source), "number": number, "done": done})
+    check_room(args, total - good - len(bad))
+    checkpoint.check_model(args.model_dir)
     loader = Loader(**loader_options(args, args.resolutions))
     options = {
         "output_dir": folder.location,
@@ -190,6 +201,8 @@ def main(args):
     remote = is_remote(args.output_dir)
     if not remote:
         checkpoint.check_writable(args.output_dir, "--output_dir")
+    if not (remote or is_remote(args.input)):
+        checkpoint.check_apart(args.output_dir, input=args.input, model_dir=args.model_dir)
     settings, sources = read_settings(args)
     output = Folder(args.output_dir)
     metadata = read_metadata(output, args.overwrite)
@@ -214,10 +227,14 @@ def read_metadata(output, overwrite):
         ours = "settings" in metadata or output.read(RECORD)
     else:
         ours = metadata and checkpoint.read_manifest(output.location)
-    if not ours and not overwrite and output.kind() and output.names(""):
-        raise BadInput(
-            f"--output_dir {output.location} is in the way: not a whole data set of ours; another, or --overwrite"
-        )
+    if not ours and output.kind() and output.names(""):
+        if is_remote(output.location):
+            raise BadInput(
+                f"--output_dir {output.location} is in the way: it is not a data set of ours; choose another"
+            )
+        checkpoint.check_ours(output.location, "--output_dir")
+        if not overwrite:
+            raise BadInput(f"--output_dir {output.location} is a damaged data set of ours: --overwrite replaces it")
     return metadata if ours else {}
 
 

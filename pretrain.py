@@ -26,7 +26,16 @@ from cluster import start_ray
 from latents import LatentEncoder, LatentFiles, open_latents
 from loader import add_raw_data_flags, loader_options
 from model_card import pretraining_card, publish_pipeline
-from model_folder import check_pipeline, check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
+from model_folder import (
+    check_pipeline,
+    check_resolution,
+    count_weights,
+    count_weights_of,
+    model_resolution,
+    pixel_factor,
+    read_config,
+    read_unet_config,
+)
 from raw_data import list_sources
 from storage import absolute
 from streams import Order, RawImages, ahead, hold_out, make_load, training_batches, validation_batches
@@ -270,6 +279,7 @@ def read_inputs(args):
     check_pipeline(args.model_dir)
     args.resolution = args.resolution or model_resolution(args.model_dir)
     check_resolution(args.model_dir, "--resolution", args.resolution)
+    checkpoint.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_dir, data=args.data)
     for name in ("output_dir", "work_dir"):
         checkpoint.check_writable(getattr(args, name), f"--{name}")
     data = open_data(args)
@@ -302,7 +312,7 @@ def share_data_loading(args, num_workers):
     count = int(args.online) if count is None else count
     if num_workers == 0 or count == 0:
         return {"num_workers": 0}
-    resources = start_ray(args.address)
+    resources = start_ray(args.address, args.insecure_cluster)
     gpus = resources.get("GPU", 0)
     free = gpus - num_workers * (args.gpus_per_worker if args.gpus_per_worker is not None else float(gpus > 0))
     if args.online and gpus and free <= 0:
@@ -314,6 +324,9 @@ def share_data_loading(args, num_workers):
 
 def train(args, settings, data, steps, num_workers):
     """Run the workers; return what rank 0 says."""
+    weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
+    driver.check_disk(args, weights, 3 + bool(args.ema_decay))
+    checkpoint.check_model(args.model_dir)
     config = {
         **vars(args),
         "settings": settings,

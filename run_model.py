@@ -15,7 +15,16 @@ import re
 import sys
 from pathlib import Path
 
-from checkpoint import check_same_settings, check_writable, digest_model, lock, sha256_file, write_bytes
+from checkpoint import (
+    check_model,
+    check_same_settings,
+    check_space,
+    check_writable,
+    digest_model,
+    lock,
+    sha256_file,
+    write_bytes,
+)
 from cli import (
     BadInput,
     Progress,
@@ -32,7 +41,7 @@ from cli import (
     seed,
 )
 from cluster import map_on_actors
-from model_folder import check_pipeline, check_resolution, model_resolution
+from model_folder import check_pipeline, check_resolution, model_resolution, say_what_is_cut
 from utils import image_seed
 
 METADATA = "metadata.jsonl"
@@ -270,6 +279,17 @@ def draw_missing(args, missing, records):
         )
 
 
+def check_draw(args, missing):
+    """Check, before the model is loaded, its files and the room on the disk; say what of a prompt is not read."""
+    side = model_resolution(args.model_dir)
+    largest = 3 * (args.height or side) * (args.width or side) + 4096  # bytes of a PNG
+    check_space([("--output_dir", args.output_dir, len(missing) * largest)])
+    for folder in filter(None, (args.model_dir, args.checkpoint)):
+        check_model(folder)
+    prompts = dict.fromkeys(record["text"] for record in missing.values())
+    say_what_is_cut(args.model_dir, [*prompts, args.negative_prompt])
+
+
 def main(args):
     """Draw what is missing of the images that the command line asks for."""
     prompts = read_prompts(args)
@@ -292,6 +312,7 @@ def main(args):
         return print_result(output_dir=args.output_dir, drawn=0, images=len(wanted))
     with lock(Path(args.output_dir) / ".lock"):
         missing = {name: record for name, record in wanted.items() if name not in records}
+        check_draw(args, missing)
         draw_missing(args, missing, records)
     print_result(output_dir=args.output_dir, drawn=len(missing), images=len(wanted))
 

@@ -23,7 +23,16 @@ import training
 from cli import BadInput
 from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
 from model_card import dreambooth_card, publish_pipeline
-from model_folder import check_pipeline, check_resolution, model_resolution, read_config, tokenize
+from model_folder import (
+    check_pipeline,
+    check_resolution,
+    count_weights,
+    model_resolution,
+    pixel_factor,
+    read_config,
+    say_what_is_cut,
+    tokenize,
+)
 
 # Flags that decide the weights that come out: a run continues only under the same.
 SETTINGS = """
@@ -233,6 +242,8 @@ def read_inputs(args):
     args.resolution = args.resolution or model_resolution(args.model_dir)
     check_resolution(args.model_dir, "--resolution", args.resolution)
     check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
+    others = ("work_dir", "model_dir", "instance_images_dir", "class_images_dir")
+    checkpoint.check_apart(args.output_dir, **{name: getattr(args, name) for name in others})
     for name in ("output_dir", "work_dir"):
         checkpoint.check_writable(getattr(args, name), f"--{name}")
     settings = {name: getattr(args, name) for name in SETTINGS}
@@ -264,7 +275,13 @@ def train(args, settings, steps, num_workers):
         for name in ("instance_images_dir", "class_images_dir")
     ]
     pairs = Pairs(len(images[0]), len(images[1]), args.max_variants, args.seed)
-    prompt_ids = tokenize(args.model_dir, [args.instance_prompt, args.class_prompt or ""])
+    prompts = [args.instance_prompt, args.class_prompt or ""]
+    say_what_is_cut(args.model_dir, prompts)
+    cells = (args.resolution // pixel_factor(args.model_dir)) ** 2
+    cache = pairs.num_rows * cells * read_config(args.model_dir, "vae")["latent_channels"] * 2 * 2  # float16 mean, std
+    trained = ("unet", "text_encoder")[: 1 + args.train_text_encoder]
+    driver.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
+    checkpoint.check_model(args.model_dir)
     posteriors_dir = str(Path(args.work_dir) / "posteriors")
     encoder_options = {name: getattr(args, name) for name in ("model_dir", "resolution", "random_crop", "random_flip")}
     encoder_options["seed"] = args.seed
@@ -275,7 +292,7 @@ def train(args, settings, steps, num_workers):
         "pairs_per_step": settings["pairs_per_step"],
         "max_train_steps": steps,
         "num_workers": num_workers,
-        "prompt_ids": prompt_ids,
+        "prompt_ids": tokenize(args.model_dir, prompts),
         "posteriors_dir": posteriors_dir,
         "pairs": asdict(pairs),
     }

@@ -105,6 +105,9 @@ def load_models(model_dir, names, dtype, checkpoint=None):
         wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
         if wrong:
             raise CheckFailed(f"{path}: {len(wrong)} weights are missing or misshapen, {sorted(wrong)[0]} the first")
+        broken = [key for key, value in models[name].state_dict().items() if not value.isfinite().all()]
+        if broken:
+            raise CheckFailed(f"{path}: {len(broken)} weights are not finite, {broken[0]} the first: fetch it again")
     return models
 
 

@@ -42,11 +42,11 @@ TAIL_LEFT = ((420, 860), (170, 930), (60, 780), (160, 640))
 TAIL_OUT = ((600, 830), (760, 860), (850, 900), (950, 800))
 
 POSES = (
-    Pose(0, 0, 1.0, (512, 530), (0, 0), 0, (75, 75), SIT_FEET, TAIL_UP, 0, 950, (250, 206, 160)),
-    Pose(6, 4, 0.84, (512, 540), (0, -0.8), 0, (-35, -35), STAND_FEET, TAIL_UP, 30, 900, (168, 148, 236)),
-    Pose(-16, -4, 0.76, (500, 470), (0.9, 0.1), 0.8, (-10, -30), JUMP_FEET, TAIL_OUT, 30, 940, (250, 208, 70)),
-    Pose(0, 6, 0.64, (540, 580), (-0.8, 0), -0.8, (-32, 70), STAND_FEET, TAIL_UP, 30, 855, (244, 158, 184)),
-    Pose(3, -15, 0.92, (520, 550), (-0.5, 0.7), -0.5, (112, 112), SIT_FEET, TAIL_LEFT, 0, 940, (164, 176, 206)),
+    Pose(0, 0, 1.06, (512, 520), (0, 0), 0, (75, 75), SIT_FEET, TAIL_UP, 0, 950, (250, 206, 160)),
+    Pose(6, 4, 0.96, (512, 530), (0, -0.8), 0, (-35, -35), STAND_FEET, TAIL_UP, 30, 900, (168, 148, 236)),
+    Pose(-16, -4, 0.9, (500, 490), (0.9, 0.1), 0.8, (-10, -30), JUMP_FEET, TAIL_OUT, 30, 940, (250, 208, 70)),
+    Pose(0, 6, 0.84, (530, 550), (-0.8, 0), -0.8, (-32, 70), STAND_FEET, TAIL_UP, 30, 855, (244, 158, 184)),
+    Pose(3, -15, 0.98, (520, 550), (-0.5, 0.7), -0.5, (112, 112), SIT_FEET, TAIL_LEFT, 0, 940, (164, 176, 206)),
 )
 
 
@@ -146,17 +146,14 @@ def draw_head(pose: Pose) -> Image.Image:
     paint(layer, skull, TEAL, 50, 0.85)
     middle = 512 + 36 * pose.turn
     glint(layer, ellipse(350, 255, 70, 30), 0.55, 16)
-    corners = [(radius, k * math.pi / 5) for k, radius in enumerate([98, 52] * 5)]
-    star = [(middle + radius * math.sin(angle), 280 - radius * math.cos(angle)) for radius, angle in corners]
+    corners = [(radius, k * math.pi / 5) for k, radius in enumerate([150, 78] * 5)]
+    star = [(middle + radius * math.sin(angle), 272 - radius * math.cos(angle)) for radius, angle in corners]
     paint(layer, stroke(star, 22, closed=True), ORANGE, 24, 0.5)
     for side in (-1, 1):
-        x, y = middle + side * 134, 442
-        paint(layer, ellipse(x, y, 100, 108), WHITE, 30, 0.25)
-        x, y = x + pose.look[0] * 30, y + pose.look[1] * 30
-        paint(layer, ellipse(x, y, 62, 70), DARK, 20, 0.3)
-        glint(layer, ellipse(x - 22, y - 28, 24, 26), 1.0, 2)
-        glint(layer, ellipse(x + 22, y + 30, 11, 12), 0.8, 2)
-        paint(layer, ImageChops.darker(skull, ellipse(middle + side * 222, 545, 46, 32)), PINK, 20, 0.3)
+        x, y = middle + side * 150 + pose.look[0] * 24, 470 + pose.look[1] * 24
+        paint(layer, ellipse(x, y, 72, 88), DARK, 20, 0.2)
+        glint(layer, ellipse(x - 22, y - 34, 28, 30), 1.0, 2)
+        paint(layer, ImageChops.darker(skull, ellipse(middle + side * 240, 575, 54, 36)), PINK, 20, 0.3)
     paint(layer, ellipse(middle, 580, 104, 68), CREAM, 30, 0.4)
     if pose.smile:
         paint(layer, ellipse(middle, 612, 36, pose.smile), (176, 40, 70), 20, 0.3)

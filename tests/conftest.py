@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # start_ray sets it too, but tests import ray before
 ROOT = Path(__file__).resolve().parent.parent
 RESOLUTION = 16  # pixels a side of the tiny model: 8 latent cells of 2 pixels
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -187,14 +188,62 @@ def test_digests_know_names_and_contents_but_not_order_or_place(tmp_path):
     assert digest != checkpoint.digest_files(there)
 
 
-def test_a_hub_blob_is_not_read_to_know_its_digest(tmp_path):
-    name = "a" * 64
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / name).write_text("anything")
-    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blobs" / name)
-    (tmp_path / "plain").write_text("anything")
-    assert checkpoint._sha256_known(tmp_path / "model.safetensors") == name
-    assert checkpoint._sha256_known(tmp_path / "plain") == checkpoint.sha256_file(tmp_path / "plain")
+def make_model(folder):
+    (folder / "unet").mkdir(parents=True)
+    (folder / "unet" / "model.safetensors").write_text("anything")
+    (folder / "unet" / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_hub_blob_is_read_to_check_it_not_to_know_its_digest(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "snapshots" / "commit")
+    blob = tmp_path / "blobs" / ("a" * 64)
+    blob.parent.mkdir()
+    (model / "unet" / "model.safetensors").rename(blob)
+    (model / "unet" / "model.safetensors").symlink_to(blob)
+    read = []
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sha256_file", lambda path: read.append(path.name) or "0")
+        checkpoint.digest_model(model)
+    assert read == ["config.json"]
+    with pytest.raises(cli.CheckFailed, match=r"model\.safetensors is damaged"):
+        checkpoint.check_model(model)
+
+
+def test_a_manifest_knows_the_digests_of_its_model(tmp_path):
+    plain, published = make_model(tmp_path / "plain"), make_model(tmp_path / "beside")
+    checkpoint.publish(published, tmp_path / "model")
+    assert checkpoint.digest_model(tmp_path / "model") == checkpoint.digest_model(plain)
+    checkpoint.check_model(tmp_path / "model")
+    (tmp_path / "model" / "unet" / "model.safetensors").write_text("anythinG")
+    with pytest.raises(cli.CheckFailed, match=r"model\.safetensors is damaged"):
+        checkpoint.check_model(tmp_path / "model")
+    checkpoint.check_model(plain)  # nothing is known of it
+
+
+def test_what_is_not_ours_is_never_replaced(tmp_path):
+    checkpoint.check_ours(tmp_path / "none", "--output_dir")
+    checkpoint.check_ours(tmp_path, "--output_dir")  # empty
+    (tmp_path / "thesis.txt").write_text("mine")
+    for path in (tmp_path, tmp_path / "thesis.txt"):
+        with pytest.raises(cli.BadInput, match="in the way: it is not a result of ours"):
+            checkpoint.check_ours(path, "--output_dir")
+    (tmp_path / checkpoint.MANIFEST).write_text("{}")
+    checkpoint.check_ours(tmp_path, "--output_dir")
+
+
+def test_an_output_does_not_replace_what_is_read(tmp_path):
+    checkpoint.check_apart(tmp_path / "out", work_dir=tmp_path / "out.work", model_dir=None, data="s3://bucket/data")
+    for other in (tmp_path / "out", tmp_path / "out" / "photos"):
+        with pytest.raises(cli.BadInput, match=f"--output_dir {tmp_path}/out would replace --model_dir {other}"):
+            checkpoint.check_apart(tmp_path / "out", model_dir=other)
+
+
+def test_a_need_larger_than_the_disk_is_refused(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    checkpoint.check_space([("--work_dir", tmp_path / "new" / "work", 1000), ("--output_dir", tmp_path, 1000)])
+    with pytest.raises(cli.OutOfResource, match=r"--work_dir .* GB are needed, .* free: make room"):
+        checkpoint.check_space([("--work_dir", tmp_path / "new", free * 0.6), ("--output_dir", tmp_path, free * 0.6)])
 
 
 def test_changed_settings_are_named():

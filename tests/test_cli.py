@@ -272,9 +272,10 @@ def test_every_flag_of_every_script_has_help_and_the_fields_spelling(name, monke
 RAW_FLAGS = """
     image_column caption_column crop random_flip timeout retries max_bad_fraction rows_per_file encoding_batch_size
 """
-SHARED_FLAGS = (
-    "debug num_workers address cpus_per_worker gpus_per_worker mixed_precision model_dir output_dir overwrite"
-)
+SHARED_FLAGS = """
+    debug num_workers address insecure_cluster cpus_per_worker gpus_per_worker mixed_precision model_dir output_dir
+    overwrite
+"""
 PRETRAIN_FLAGS = """
     data online resolution latents_column caption_latents_column prescaled_latents num_validation_rows shuffle_window
     unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs

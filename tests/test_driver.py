@@ -55,12 +55,13 @@ def test_an_output_is_finished_when_settings_and_steps_are_these(tmp_path):
 def test_an_output_that_is_not_ours_or_damaged_is_in_the_way(tmp_path):
     output = publish(tmp_path / "staging", 4)
     (output / "model.txt").write_text("less")
-    with pytest.raises(cli.BadInput, match="in the way"):
+    with pytest.raises(cli.BadInput, match="a damaged result of ours: --overwrite"):
         driver.is_finished(output, SETTINGS, 4, False)
     assert not driver.is_finished(output, SETTINGS, 4, True)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(cli.BadInput, match="in the way"):
-        driver.is_finished(tmp_path / "file", SETTINGS, 4, False)
+    for overwrite in (False, True):
+        with pytest.raises(cli.BadInput, match="in the way"):
+            driver.is_finished(tmp_path / "file", SETTINGS, 4, overwrite)
 
 
 def add_checkpoint(work_dir):
@@ -161,7 +162,7 @@ def trainers(monkeypatch):
             return SimpleNamespace(return_value={"step": 3, "trained": 3, "stopped": False})
 
     monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
-    monkeypatch.setattr(driver, "start_ray", lambda address: {"CPU": 4.0})
+    monkeypatch.setattr(driver, "start_ray", lambda *_: {"CPU": 4.0})
     return made, failures
 
 

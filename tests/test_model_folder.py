@@ -12,6 +12,7 @@ from model_folder import (
     check_safetensors,
     model_resolution,
     pixel_factor,
+    say_what_is_cut,
     tokenize,
     weights_variant,
 )
@@ -206,6 +207,7 @@ def test_prompts_become_ids_of_the_encoders_length(tiny_model, length, capsys):
 def test_what_of_a_long_prompt_is_cut_is_said(tiny_model, length, capsys):
     fits = "abcdefghij"[: (length - 2) % 10] + "abcdefghij" * ((length - 2) // 10)
     kept, cut = tokenize(tiny_model, [fits, fits + "xyz"])
+    say_what_is_cut(tiny_model, [fits, fits + "xyz"])
     assert len(kept) == len(cut) == length and kept[:-2] == cut[:-2]  # the last letter ends a word or not
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1

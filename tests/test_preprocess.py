@@ -372,20 +372,30 @@ def test_parts_of_a_run_that_was_killed_before_it_appeared_keep_their_settings(e
     assert sorted(tree(tmp_path / "out")) == ["bad_rows.jsonl", "manifest.json", "metadata.json", *PARTS]
 
 
-@pytest.mark.parametrize("damage", ["foreign", "cut"])
-def test_what_is_no_whole_data_set_is_in_the_way(damage, encode, tmp_path):
-    if damage == "foreign":
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "holiday.jpg").write_bytes(noise_png())
-    else:
-        encode()
-        (tmp_path / "out" / PARTS[1]).write_bytes(b"cut")
+def test_a_damaged_data_set_is_in_the_way(encode, tmp_path):
+    encode()
+    (tmp_path / "out" / PARTS[1]).write_bytes(b"cut")
     before = tree(tmp_path)
-    with pytest.raises(cli.BadInput, match=r"--output_dir .*out is in the way.*--overwrite"):
+    with pytest.raises(cli.BadInput, match=r"--output_dir .*out is a damaged data set of ours: --overwrite"):
         encode()
     assert tree(tmp_path) == before
     assert encode("--overwrite")["rows"] == 10
-    assert checkpoint.read_manifest(tmp_path / "out", deep=True) and not (tmp_path / "out" / "holiday.jpg").exists()
+    assert checkpoint.read_manifest(tmp_path / "out", deep=True)
+
+
+def test_a_folder_that_is_not_ours_is_never_replaced(encode, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "holiday.jpg").write_bytes(noise_png())
+    before = tree(tmp_path)
+    for flags in ((), ("--overwrite",)):
+        with pytest.raises(cli.BadInput, match=r"--output_dir .*out is in the way: it is not a result of ours"):
+            encode(*flags)
+    assert tree(tmp_path) == before
+
+
+def test_the_output_does_not_replace_the_input(encode, data):
+    with pytest.raises(cli.BadInput, match=r"--output_dir .* would replace --input"):
+        encode(folder=data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

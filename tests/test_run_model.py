@@ -237,7 +237,8 @@ def test_the_pool_is_as_asked_for(draw, monkeypatch, text, size):
     asked = {}
     monkeypatch.setattr(run_model, "map_on_actors", lambda *args, **pool: asked.update(pool) or [])
     draw("--num_workers", text, "--address", "ray://x:1", "--cpus_per_worker", 0.5, "--gpus_per_worker", 0.25)
-    assert asked == {"num_workers": size, "address": "ray://x:1", "cpus_per_worker": 0.5, "gpus_per_worker": 0.25}
+    place = {"address": "ray://x:1", "insecure_cluster": False, "cpus_per_worker": 0.5, "gpus_per_worker": 0.25}
+    assert asked == {"num_workers": size, **place}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -439,7 +440,7 @@ def test_metadata_is_rebuilt_from_the_images(draw, drawn, tmp_path, left):
 
 
 def test_metadata_is_rebuilt_whatever_the_pool(draw, drawn, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "start_ray", lambda address: {"CPU": 2.0})
+    monkeypatch.setattr(cluster, "start_ray", lambda *_: {"CPU": 2.0})
     draw("--num_samples_per_prompt", 3)
     (tmp_path / "out" / "metadata.jsonl").unlink()
     assert draw("--num_samples_per_prompt", 3, "--num_workers", 2)["drawn"] == 0

@@ -12,7 +12,6 @@ from diffusers import DDPMScheduler
 from safetensors.torch import load_file, save_file
 
 import cli
-import cluster
 import utils
 from utils import (
     CLASS_NOISE,
@@ -429,46 +428,3 @@ def test_images_are_drawn_in_one_batch_from_their_seeds():
 )
 def test_without_a_safety_checker_nothing_is_flagged(output):
     assert draw_images(lambda *args, **options: output, "a", [1, 2]) == ([1, 2], [False, False])
-
-
-class Doubler:
-    made = 0
-
-    def __init__(self, offset):
-        Doubler.made += 1
-        self.offset = offset
-
-    def __call__(self, item):
-        return {"double": 2 * item["number"] + self.offset}
-
-
-def test_without_workers_items_are_done_here_in_order_by_one_worker():
-    Doubler.made = 0
-    results = cluster.map_on_actors(Doubler, {"offset": 1}, [{"number": i} for i in range(3)], num_workers=0)
-    assert [result["double"] for result in results] == [1, 3, 5]
-    assert Doubler.made == 1
-
-
-def test_too_large_a_pool_is_bad_input(monkeypatch):
-    monkeypatch.setattr(cluster, "start_ray", lambda address: {"CPU": 2.0})
-    items = [{"number": i} for i in range(9)]
-    with pytest.raises(cli.BadInput, match="--num_workers 3 of 1 CPUs"):
-        next(cluster.map_on_actors(Doubler, {"offset": 1}, items, num_workers=3, cpus_per_worker=1))
-    with pytest.raises(cli.BadInput, match="--num_workers 1 of 1 GPUs"):
-        next(cluster.map_on_actors(Doubler, {"offset": 1}, items, num_workers=(1, 1), gpus_per_worker=1))
-
-
-class Full:
-    """A worker whose disk or memory is full."""
-
-    def __init__(self, kind):
-        self.kind = kind
-
-    def __call__(self, item):
-        raise MemoryError if self.kind == "memory" else OSError(28, "No space left on device", "/out/x.png")
-
-
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_an_actor_that_is_out_of_a_resource_says_so(kind):
-    result = cluster._Actor(Full, {"kind": kind})({"bytes": pickle.dumps({})})["bytes"]
-    assert cli.describe_error(pickle.loads(result))[0] == cli.OutOfResource.exit_code

@@ -1,0 +1,111 @@
+"""Ray: whom it lets in, how it is shared, and work on its actors."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import ray
+
+import cli
+import cluster
+
+
+@pytest.fixture
+def no_token(monkeypatch, tmp_path):
+    """A home without a token, and nothing that names one."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+
+
+@pytest.fixture
+def joined(monkeypatch, no_token):
+    """The addresses that Ray was asked to join."""
+    addresses = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda address, **_: addresses.append(address))
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    return addresses
+
+
+def test_a_cluster_without_a_token_is_refused(joined):
+    for address in ("10.0.0.7:6379", "ray://head:10001", "auto"):
+        with pytest.raises(cli.BadInput, match=f"{address} would be joined without a token.* --insecure_cluster"):
+            cluster.start_ray(address)
+    assert joined == []
+    cluster.start_ray("10.0.0.7:6379", insecure_cluster=True)
+    cluster.start_ray("127.0.0.1:6379")
+    assert joined == ["10.0.0.7:6379", "127.0.0.1:6379"]
+
+
+def test_a_token_opens_a_cluster_unless_ray_is_told_to_show_none(joined, monkeypatch, tmp_path):
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    cluster.start_ray()
+    assert joined == ["10.0.0.7:6379"]
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(cli.BadInput, match="without a token"):
+        cluster.start_ray()
+    monkeypatch.setenv("RAY_AUTH_MODE", "TOKEN")
+    cluster.start_ray()
+    assert len(joined) == 2
+
+
+def test_an_older_ray_is_refused(joined, monkeypatch):
+    monkeypatch.setattr(ray, "__version__", "2.59.1")
+    with pytest.raises(cli.BadInput, match=r"Ray 2\.59\.1 is installed, 2\.60 or newer"):
+        cluster.start_ray()
+    monkeypatch.setattr(ray, "__version__", "3.0.0.dev0")
+    cluster.start_ray()
+
+
+@pytest.mark.ray
+def test_a_local_ray_listens_on_this_host_alone(ray_session):
+    assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
+    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+class Doubler:
+    made = 0
+
+    def __init__(self, offset):
+        Doubler.made += 1
+        self.offset = offset
+
+    def __call__(self, item):
+        return {"double": 2 * item["number"] + self.offset}
+
+
+def test_without_workers_items_are_done_here_in_order_by_one_worker():
+    Doubler.made = 0
+    results = cluster.map_on_actors(Doubler, {"offset": 1}, [{"number": i} for i in range(3)], num_workers=0)
+    assert [result["double"] for result in results] == [1, 3, 5]
+    assert Doubler.made == 1
+
+
+def test_too_large_a_pool_is_bad_input(monkeypatch):
+    monkeypatch.setattr(cluster, "start_ray", lambda *_: {"CPU": 2.0})
+    items = [{"number": i} for i in range(9)]
+    with pytest.raises(cli.BadInput, match="--num_workers 3 of 1 CPUs"):
+        next(cluster.map_on_actors(Doubler, {"offset": 1}, items, num_workers=3, cpus_per_worker=1))
+    with pytest.raises(cli.BadInput, match="--num_workers 1 of 1 GPUs"):
+        next(cluster.map_on_actors(Doubler, {"offset": 1}, items, num_workers=(1, 1), gpus_per_worker=1))
+
+
+class Full:
+    """A worker whose disk or memory is full."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __call__(self, item):
+        raise MemoryError if self.kind == "memory" else OSError(28, "No space left on device", "/out/x.png")
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_an_actor_that_is_out_of_a_resource_says_so(kind):
+    result = cluster._Actor(Full, {"kind": kind})({"bytes": pickle.dumps({})})["bytes"]
+    assert cli.describe_error(pickle.loads(result))[0] == cli.OutOfResource.exit_code
