@@ -150,11 +150,13 @@ def _make_fit(train_loop, storage_path, num_workers, cpus, gpus, max_failures):
 
 def _follow(log_path, total, future):
     """Show the lines of log.jsonl as they come, until the future is done."""
-    progress = None
-    done = False
+    progress, done, seen = None, False, None
     while not done:
         done = future.done() or bool(wait([future], timeout=0.2).done)
-        lines = read_log(log_path)
+        size = log_path.stat().st_size if log_path.exists() else None
+        if size == seen and not done:
+            continue
+        seen, lines = size, read_log(log_path)
         if not lines:
             continue
         last = lines[-1]

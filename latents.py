@@ -112,8 +112,25 @@ def from_column(column, shape, place):
     import pyarrow as pa
 
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    count, nulls = len(array), array.null_count
-    sides, tensor = [], None  # of nested lists; the shape of a tensor
+    count = len(array)
+    array, found, nulls = _innermost(array, place)
+    if nulls:
+        raise CheckFailed(f"{place} is null in {nulls} places: leave those rows out")
+    values = array.to_numpy(zero_copy_only=False).astype(np.float32)
+    if len(found) > 1 and found != tuple(shape):
+        raise CheckFailed(f"{place} holds rows of shape {found}, the model takes {shape}")
+    if values.size != count * int(np.prod(shape)):
+        raise CheckFailed(f"{place} holds {values.size // max(count, 1)} values a row, the model takes {shape}")
+    if not np.isfinite(values).all():
+        raise CheckFailed(f"{place} holds values that are not finite: make the data set again")
+    return values.reshape(count, *shape)
+
+
+def _innermost(array, place):
+    """Return (the numbers within nested lists or tensors, the shape of a row, how many nulls there were)."""
+    import pyarrow as pa
+
+    sides, tensor, nulls = [], None, array.null_count  # sides of nested lists; the shape of a tensor
     while not pa.types.is_floating(array.type):
         if isinstance(array, pa.ExtensionArray):
             tensor, array = getattr(array.type, "shape", None), array.storage
@@ -121,24 +138,14 @@ def from_column(column, shape, place):
             # A tensor of Ray Data whose rows may differ in shape.
             tensor, array = next(iter(array.field("shape").to_pylist()), None), array.field("data")
         elif hasattr(array, "value_lengths"):
-            lengths = array.value_lengths().drop_null().unique()
+            sides += (lengths := array.value_lengths().drop_null().unique().to_pylist())
             if len(lengths) > 1:
-                raise CheckFailed(f"{place} holds rows of several sizes: leave out those that are not {shape}")
-            sides += lengths.to_pylist()
+                raise CheckFailed(f"{place} holds rows of several sizes: leave out those that differ")
             array = array.flatten()
         else:
             raise CheckFailed(f"{place} holds {array.type}, not floats: give another column")
         nulls += array.null_count
-    if nulls:
-        raise CheckFailed(f"{place} is null in {nulls} places: leave those rows out")
-    values = array.to_numpy(zero_copy_only=False).astype(np.float32)
-    if len(found := tuple(tensor or sides)) > 1 and found != tuple(shape):
-        raise CheckFailed(f"{place} holds rows of shape {found}, the model takes {shape}")
-    if values.size != count * int(np.prod(shape)):
-        raise CheckFailed(f"{place} holds {values.size // max(count, 1)} values a row, the model takes {shape}")
-    if not np.isfinite(values).all():
-        raise CheckFailed(f"{place} holds values that are not finite: make the data set again")
-    return values.reshape(count, *shape)
+    return array, tuple(tensor or sides), nulls
 
 
 def digest_encoders(model_dir):

@@ -77,6 +77,8 @@ def _pictures(samples):
 def dreambooth_card(config, step, samples):
     """Return the README.md of a tuned pipeline, with the front matter of the model hub."""
     base, licence = base_name(config["model_dir"]), base_license(config["model_dir"])
+    skipped = one_line(", ".join(config["skipped_images"]))
+    left_out = f"\nImages left out, as they could not be read: {skipped}.\n" if skipped else ""
     prompt = one_line(config["instance_prompt"].replace("`", "'"))
     return f"""---
 base_model: {json.dumps(base)}
@@ -95,7 +97,7 @@ does: `{prompt}`.
 {_pictures(samples)}
 
 Licence: that of the base model ({licence}); the photos are their owner's.
-
+{left_out}
 {_table({**config["settings"], "max_train_steps": step})}
 """
 

@@ -268,20 +268,31 @@ def plan_steps(args, settings, num_workers):
     return steps
 
 
-def train(args, settings, steps, num_workers):
-    """Check the images, fill the cache of latents and run the workers; return what rank 0 says."""
-    images = [
-        check_images(getattr(args, name), f"--{name}", args.skip_bad_images) if getattr(args, name) else []
-        for name in ("instance_images_dir", "class_images_dir")
-    ]
-    pairs = Pairs(len(images[0]), len(images[1]), args.max_variants, args.seed)
-    prompts = [args.instance_prompt, args.class_prompt or ""]
-    say_what_is_cut(args.model_dir, prompts)
+def pick_images(args):
+    """Return ([instance images, class images], names of those that --skip_bad_images leaves out)."""
+    images, skipped = [], []
+    for name in ("instance_images_dir", "class_images_dir"):
+        folder, flag = getattr(args, name), f"--{name}"
+        images.append(check_images(folder, flag, args.skip_bad_images) if folder else [])
+        skipped += [path.name for path in find_images(folder, flag)[0] if path not in images[-1]] if folder else []
+    return images, skipped
+
+
+def check_needs(args, pairs):
+    """Check, before a model is loaded, its files and the room on the disk; say what of a prompt is not read."""
+    say_what_is_cut(args.model_dir, [args.instance_prompt, args.class_prompt or ""])
     cells = (args.resolution // pixel_factor(args.model_dir)) ** 2
     cache = pairs.num_rows * cells * read_config(args.model_dir, "vae")["latent_channels"] * 2 * 2  # float16 mean, std
     trained = ("unet", "text_encoder")[: 1 + args.train_text_encoder]
     driver.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
     checkpoint.check_model(args.model_dir)
+
+
+def train(args, settings, steps, num_workers):
+    """Check the images, fill the cache of latents and run the workers; return what rank 0 says."""
+    images, skipped = pick_images(args)
+    pairs = Pairs(len(images[0]), len(images[1]), args.max_variants, args.seed)
+    check_needs(args, pairs)
     posteriors_dir = str(Path(args.work_dir) / "posteriors")
     encoder_options = {name: getattr(args, name) for name in ("model_dir", "resolution", "random_crop", "random_flip")}
     encoder_options["seed"] = args.seed
@@ -292,9 +303,10 @@ def train(args, settings, steps, num_workers):
         "pairs_per_step": settings["pairs_per_step"],
         "max_train_steps": steps,
         "num_workers": num_workers,
-        "prompt_ids": tokenize(args.model_dir, prompts),
+        "prompt_ids": tokenize(args.model_dir, [args.instance_prompt, args.class_prompt or ""]),
         "posteriors_dir": posteriors_dir,
         "pairs": asdict(pairs),
+        "skipped_images": skipped,
     }
     return driver.run_workers(train_loop, config, max_failures=args.max_failures, **cli.placement(args))
 

@@ -236,7 +236,9 @@ def train_steps(run, config, place):
             checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
         if log and values:
             log.write(step, **values)
-        stopping = (is_logged or place.world_size == 1) and place.any(stop_asked(config))
+        # All workers must agree on it; on GPUs they do so at logged steps alone, for it makes them wait for each other.
+        asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
+        stopping = asks and place.any(stop_asked(config))
         if run.saves and (is_saved or stopping):
             save(run, step, config, place)
     if log:

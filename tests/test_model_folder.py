@@ -10,6 +10,8 @@ from model_folder import (
     check_pipeline,
     check_resolution,
     check_safetensors,
+    count_weights,
+    count_weights_of,
     model_resolution,
     pixel_factor,
     say_what_is_cut,
@@ -213,3 +215,19 @@ def test_what_of_a_long_prompt_is_cut_is_said(tiny_model, length, capsys):
     assert len(said) == 1
     assert f"{length} tokens" in said[0] and f"has {length + 3}" in said[0] and "'xyz'" in said[0]
     assert fits + "xyz" in said[0]
+
+
+def test_the_weights_are_counted_once_whatever_their_variants(model):
+    from diffusers import UNet2DConditionModel
+    from safetensors.numpy import load_file, save_file
+
+    unet = UNet2DConditionModel.from_pretrained(model / "unet")
+    assert count_weights(model / "unet") == unet.num_parameters() == count_weights_of(dict(unet.config))
+    parts = [count_weights(model / part) for part in PARTS]
+    assert count_weights(model) == sum(parts) and parts.count(0) == 2  # the scheduler and the tokenizer have none
+    plain = model / "unet" / "diffusion_pytorch_model.safetensors"
+    save_file({name: value.astype("float16") for name, value in load_file(plain).items()},
+              model / "unet" / "diffusion_pytorch_model.fp16.safetensors")  # fmt: skip
+    assert count_weights(model / "unet") == unet.num_parameters()
+    plain.unlink()
+    assert count_weights(model / "unet") == unet.num_parameters()

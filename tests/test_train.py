@@ -430,6 +430,7 @@ def test_skip_bad_images(command, tmp_path, photos):
     command(instance_images_dir=folder, skip_bad_images=True, max_train_steps=1)
     images = checkpoint.read_manifest(command.work_dir / "posteriors")["images"]
     assert "broken.jpg" not in {Path(path).name for path, _ in images}
+    assert "left out, as they could not be read: broken.jpg." in (command.output_dir / "README.md").read_text()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
