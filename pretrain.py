@@ -22,7 +22,7 @@ import driver
 import parallel
 import training
 from cli import BadInput
-from cluster import start_ray
+from cluster import share_with_loaders, start_ray
 from latents import LatentEncoder, LatentFiles, open_latents
 from loader import add_raw_data_flags, loader_options
 from model_card import pretraining_card, publish_pipeline
@@ -306,27 +306,16 @@ def plan_steps(args, settings, data, num_workers):
     return steps
 
 
-def share_data_loading(args, num_workers):
-    """Return the options of map_on_actors with which each worker reads its data: an even share of what is free."""
-    count = args.num_data_loading_workers
-    count = int(args.online) if count is None else count
-    if num_workers == 0 or count == 0:
-        return {"num_workers": 0}
-    resources = start_ray(args.address, args.insecure_cluster)
-    gpus = resources.get("GPU", 0)
-    free = gpus - num_workers * (args.gpus_per_worker if args.gpus_per_worker is not None else float(gpus > 0))
-    if args.online and gpus and free <= 0:
-        raise BadInput("--online: no GPU is left to encode on: take fewer --num_workers or smaller --gpus_per_worker")
-    share = {"cpus_per_worker": resources.get("CPU", 1) / 2 / num_workers / count}
-    share["gpus_per_worker"] = min(1.0, free / num_workers / count) if args.online and gpus else 0.0
-    return {"num_workers": count, **share}
-
-
 def train(args, settings, data, steps, num_workers):
     """Run the workers; return what rank 0 says."""
     weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
     driver.check_disk(args, weights, 3 + bool(args.ema_decay))
     checkpoint.check_model(args.model_dir)
+    count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
+    pool = {"num_workers": 0}
+    if num_workers and count:
+        resources = start_ray(args.address, args.insecure_cluster)
+        pool = share_with_loaders(resources, num_workers, count, args.online, args.gpus_per_worker)
     config = {
         **vars(args),
         "settings": settings,
@@ -334,7 +323,7 @@ def train(args, settings, data, steps, num_workers):
         "rows_per_step": settings["rows_per_step"],
         "max_train_steps": steps,
         "num_workers": num_workers,
-        "pool": share_data_loading(args, num_workers),
+        "pool": pool,
         "data_options": asdict(data),
     }
     return driver.run_workers(train_loop, config, max_failures=args.max_failures, **cli.placement(args))

@@ -68,6 +68,17 @@ def test_a_local_ray_listens_on_this_host_alone(ray_session):
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
+def test_those_who_read_get_half_of_the_cpus_and_the_gpus_that_are_left():
+    share = cluster.share_with_loaders
+    assert share({"CPU": 8.0}, 2, 2, True) == {"num_workers": 2, "cpus_per_worker": 1.0, "gpus_per_worker": 0.0}
+    with_gpus = {"CPU": 8.0, "GPU": 4.0}
+    assert share(with_gpus, 2, 1, True)["gpus_per_worker"] == 1.0
+    assert share(with_gpus, 2, 1, False)["gpus_per_worker"] == 0.0
+    assert share(with_gpus, 4, 2, True, gpus_per_worker=0.5)["gpus_per_worker"] == 0.25
+    with pytest.raises(cli.BadInput, match="no GPU is left"):
+        share(with_gpus, 4, 1, True)
+
+
 class Doubler:
     made = 0
 
