@@ -16,10 +16,11 @@ from PIL import Image
 
 import cli
 import cluster
+import drawing
 import run_model
 import utils
 from checkpoint import lock, sha256_file
-from run_model import MAX_REDRAWS, ImageDrawer, image_name, make_items, pool_size
+from drawing import MAX_REDRAWS, ImageDrawer, image_name, make_items
 from utils import image_seed
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}-\d{5}\.png")
@@ -172,7 +173,7 @@ def test_a_prompts_file_without_prompts_is_bad_input(draw, tmp_path, content):
 
 
 def test_workers_are_a_number_or_a_range():
-    assert [pool_size(text) for text in ("0", "4", "1:4", "2:2")] == [0, 4, (1, 4), (2, 2)]
+    assert [cli.pool_size(text) for text in ("0", "4", "1:4", "2:2")] == [0, 4, (1, 4), (2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_one_prompt_is_many_items():
 @pytest.mark.parametrize(("text", "size"), [("3", 3), ("1:4", (1, 4))])
 def test_the_pool_is_as_asked_for(draw, monkeypatch, text, size):
     asked = {}
-    monkeypatch.setattr(run_model, "map_on_actors", lambda *args, **pool: asked.update(pool) or [])
+    monkeypatch.setattr(drawing, "map_on_actors", lambda *args, **pool: asked.update(pool) or [])
     draw("--num_workers", text, "--address", "ray://x:1", "--cpus_per_worker", 0.5, "--gpus_per_worker", 0.25)
     place = {"address": "ray://x:1", "insecure_cluster": False, "cpus_per_worker": 0.5, "gpus_per_worker": 0.25}
     assert asked == {"num_workers": size, **place}
