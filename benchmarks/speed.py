@@ -1,0 +1,246 @@
+"""How fast each part is beside what one would use instead: ratios of two commands run in turn on the same inputs.
+
+Every row runs its two commands alternately, --repeats times each; it prints medians, the ratio's median and its spread.
+The last line is one JSON object. On two CPU cores all rows take about an hour and a half.
+
+    python benchmarks/speed.py --only train_published_embedded --repeats 5
+    python benchmarks/speed.py
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import ROOT
+
+EMBEDDED, SUBJECT = "models/emoji-interim", "assets/subject"
+PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
+LOG_EVERY = 5
+
+
+def run(script, *arguments):
+    """Run a script of the project to its end; return the seconds it took."""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, script, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{script} {arguments} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return time.monotonic() - start
+
+
+def follow(log, first, last, script, *arguments):
+    """Run a script; return its steps a second between two steps that its log shows, and the seconds to `first`."""
+    seen, started = {}, time.monotonic()
+    with tempfile.TemporaryFile("w+") as errors:
+        running = subprocess.Popen(
+            [sys.executable, script, *map(str, arguments)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        while running.poll() is None:
+            lines = log.read_text().splitlines() if log.exists() else []
+            for step in (first, last):
+                if step not in seen and len(lines) >= step // LOG_EVERY:
+                    seen[step] = time.monotonic()
+            time.sleep(0.02)
+        if running.returncode or len(seen) < 2:
+            errors.seek(0)
+            sys.exit(f"{script} {arguments} ended with {running.returncode}: {errors.read()[-2000:]}")
+    return (last - first) / (seen[last] - seen[first]), seen[first] - started
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs and sides
+
+
+class Inputs:
+    """A model, class images that it drew, and a place for what the sides write; made as they are asked for."""
+
+    def __init__(self, folder, model_dir, num_class_images=20):
+        self.folder, self.model_dir, self.runs = Path(folder), model_dir, 0
+        self.class_images = self.folder / "class"
+        run("run_model.py", "--model_dir", model_dir, "--output_dir", self.class_images, "--prompts", PROMPTS[3],
+            "--num_samples_per_prompt", num_class_images, "--num_inference_steps", 4, "--num_workers", 0)  # fmt: skip
+
+    def new(self):
+        """Return a path for a run's output that is not taken."""
+        self.runs += 1
+        return self.folder / f"run-{self.runs}"
+
+    def training_flags(self):
+        """Return the flags that both sides of a training share."""
+        folders = ("--instance_images_dir", SUBJECT, "--class_images_dir", self.class_images)
+        return ("--model_dir", self.model_dir, *folders, *PROMPTS, "--log_every", LOG_EVERY)
+
+
+def train(inputs, steps, *flags):
+    """Return train.py's (steps a second, seconds to the first that count)."""
+    output = inputs.new()
+    arguments = ("--output_dir", output, "--max_train_steps", steps, *inputs.training_flags(), *flags)
+    return follow(Path(f"{output}.work/log.jsonl"), LOG_EVERY * 2, steps, "train.py", *arguments)
+
+
+def train_as_published(inputs, steps, *flags):
+    """Return the published loop's (steps a second, seconds to the first that count)."""
+    output = inputs.new()
+    arguments = ("train", "--output_dir", output, "--max_train_steps", steps, *inputs.training_flags(), *flags)
+    return follow(output / "log.jsonl", LOG_EVERY * 2, steps, "benchmarks/published.py", *arguments)
+
+
+def train_bare(inputs, steps, work_dir):
+    """Return the bare loop's (steps a second, seconds to the first that count)."""
+    log = Path(f"{inputs.new()}.jsonl")
+    flags = ("--work_dir", work_dir, "--model_dir", inputs.model_dir, "--max_train_steps", steps, "--log", log)
+    return follow(log, LOG_EVERY * 2, steps, "benchmarks/bare.py", *flags)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows: each yields (ours, theirs) once a repeat, in units a second
+
+
+def train_published_embedded(args, folder):
+    """Steps/s of train.py over the published loop, embedded model."""
+    inputs = Inputs(folder, EMBEDDED)
+    for _ in range(args.repeats):
+        ours, _ = train(inputs, 60, "--num_workers", 1)
+        theirs, _ = train_as_published(inputs, 30, "--cpus_per_worker", 2)
+        yield ours, theirs
+
+
+def train_published_proportional(args, folder):
+    """Steps/s of train.py over the published loop, random weights in Stable Diffusion's proportions."""
+    run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
+    inputs = Inputs(folder, folder / "model")
+    for _ in range(args.repeats):
+        ours, _ = train(inputs, 40, "--num_workers", 1)
+        theirs, _ = train_as_published(inputs, 40, "--cpus_per_worker", 2)
+        yield ours, theirs
+
+
+def train_bare_embedded(args, folder):
+    """Steps/s of train.py on one Ray worker over a bare PyTorch loop with the same step, embedded model."""
+    inputs = Inputs(folder, EMBEDDED)
+    train(inputs, 20, "--num_workers", 0)
+    work_dir = f"{folder}/run-{inputs.runs}.work"
+    for _ in range(args.repeats):
+        ours, _ = train(inputs, 120, "--num_workers", 1)
+        theirs, _ = train_bare(inputs, 120, work_dir)
+        yield ours, theirs
+
+
+def two_workers(args, folder):
+    """Images/s of two workers of one thread over one worker of one thread, proportional model."""
+    run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
+    inputs = Inputs(folder, folder / "model")
+    for _ in range(args.repeats):
+        two, _ = train(inputs, 30, "--num_workers", 2, "--cpus_per_worker", 1)
+        one, _ = train(inputs, 30, "--num_workers", 1, "--cpus_per_worker", 1)
+        yield 2 * two, one
+
+
+def class_images(args, folder):
+    """Class images/s of run_model.py in batches over one at a time, both on one actor, equal sampler and steps."""
+    sampler = ("--num_inference_steps", 20, "--guidance_scale", 3)
+    for repeat in range(args.repeats):
+        rates = []
+        for script, *flags in (
+            ("run_model.py", "--batch_size", 10, "--num_workers", 1),
+            ("benchmarks/published.py", "images", "--cpus_per_worker", 2),
+        ):
+            times = []
+            for count in (10, 60):  # what both counts take alike, the start, is taken out
+                output = folder / f"{Path(script).stem}-{repeat}-{count}"
+                model = ("--model_dir", EMBEDDED, "--output_dir", output, "--prompts", PROMPTS[3])
+                times.append(run(script, *flags[:1], *flags[1:], *model, "--num_samples_per_prompt", count, *sampler))
+            rates.append(50 / (times[1] - times[0]))
+        yield tuple(rates)
+
+
+def whole_job(args, folder):
+    """Jobs/s, start-up and all: 40 class images, 60 steps, 8 pictures of the subject, over the published way."""
+    sampler = ("--num_inference_steps", 20, "--guidance_scale", 3)
+    for repeat in range(args.repeats):
+        seconds = []
+        for ours in (True, False):
+            base = folder / f"{'ours' if ours else 'published'}-{repeat}"
+            draw = ("run_model.py",) if ours else ("benchmarks/published.py", "images", "--cpus_per_worker", 2)
+            learn = ("train.py",) if ours else ("benchmarks/published.py", "train", "--cpus_per_worker", 2)
+            folders = ("--instance_images_dir", SUBJECT, "--class_images_dir", f"{base}-class", *PROMPTS)
+            drawn_by = EMBEDDED if not ours else f"{base}-tuned"  # the published loop saves no pipeline
+            seconds.append(
+                run(*draw, "--model_dir", EMBEDDED, "--output_dir", f"{base}-class", "--prompts", PROMPTS[3],
+                    "--num_samples_per_prompt", 40, *sampler)
+                + run(*learn, "--model_dir", EMBEDDED, "--output_dir", f"{base}-tuned", *folders,
+                      "--max_train_steps", 60)
+                + run(*draw, "--model_dir", drawn_by, "--output_dir", f"{base}-new", "--prompts", PROMPTS[1],
+                      "--num_samples_per_prompt", 8, *sampler)
+            )  # fmt: skip
+        yield 1 / seconds[0], 1 / seconds[1]
+
+
+def peer(args, folder):
+    """Steps/s of train.py --num_workers 0 over diffusers' train_dreambooth.py at --peer, embedded model."""
+    inputs = Inputs(folder, EMBEDDED)
+    for repeat in range(args.repeats):
+        ours, _ = train(inputs, 120, "--num_workers", 0)
+        flags = ("--pretrained_model_name_or_path", EMBEDDED, "--instance_data_dir", SUBJECT, "--class_data_dir",
+                 inputs.class_images, *PROMPTS, "--with_prior_preservation", "--num_class_images", 20, "--resolution",
+                 64, "--train_batch_size", 1, "--train_text_encoder", "--learning_rate", 5e-6, "--lr_scheduler",
+                 "constant")  # fmt: skip
+        times = [
+            run(args.peer, *flags, "--max_train_steps", steps, "--output_dir", folder / f"peer-{repeat}-{steps}")
+            for steps in (10, 130)
+        ]
+        yield ours, 120 / (times[1] - times[0])
+
+
+ROWS = {
+    row.__name__: row
+    for row in (
+        train_published_embedded,
+        train_published_proportional,
+        train_bare_embedded,
+        two_workers,
+        class_images,
+        whole_job,
+        peer,
+    )
+}
+
+
+def main(args):
+    """Measure the rows, print a table line for each, then one JSON line."""
+    results = {}
+    for name in args.only or [name for name in ROWS if name != "peer" or args.peer]:
+        folder = Path(tempfile.mkdtemp(prefix="speed-"))
+        pairs = []
+        for pair in ROWS[name](args, folder):
+            pairs.append(pair)
+            print(f"  {pair[0]:.3g} / {pair[1]:.3g} = {pair[0] / pair[1]:.3g}", file=sys.stderr, flush=True)
+        shutil.rmtree(folder)
+        ratios = sorted(ours / theirs for ours, theirs in pairs)
+        ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratio = statistics.median(ratios)
+        results[name] = {"ours": ours, "theirs": theirs, "ratio": ratio, "spread": [ratios[0], ratios[-1]]}
+        spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        print(f"{name:30s} {ours:9.3f} {theirs:9.3f}  ratio {ratio:6.2f}  ({spread})  {ROWS[name].__doc__}", flush=True)
+    import diffusers
+    import ray
+    import torch
+
+    versions = {module.__name__: module.__version__ for module in (torch, diffusers, ray)}
+    machine = {"machine": platform.platform(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), **versions}
+    print(json.dumps({"rows": results, "repeats": args.repeats, **machine}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), help="rows to measure; default: all")
+    parser.add_argument("--repeats", type=int, default=5, help="of both sides of a row")
+    parser.add_argument("--peer", help="path of diffusers' train_dreambooth.py, to be measured too")
+    main(parser.parse_args())
