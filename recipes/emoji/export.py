@@ -28,6 +28,7 @@ def parse_args(argv=None):
     parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
     parser.add_argument("--vae_dir", required=True, help="what train_vae.py wrote")
     parser.add_argument("--clip_dir", required=True, help="what train_clip.py wrote")
+    parser.add_argument("--note", default="", help="what else the card is to say of how the UNet was trained")
     parser.add_argument("--output_dir", required=True, help="folder for the embedded model")
     cli.add_shared_flags(parser)
     return parser.parse_args(argv)
@@ -67,7 +68,7 @@ Prompts of the picture, seed {SEED}, row by row:
 |---|---|---|
 | VAE | 0.65 million | {vae["steps"]} steps of emoji in three styles and crops of photographs; {vae["psnr"]:.1f} dB |
 | text encoder | 0.9 million | the text tower of a CLIP: {clip["steps"]} steps of captioned emoji in three styles |
-| UNet | 10.9 million | {unet} |
+| UNet | 10.9 million | {unet}{args.note and f"; {args.note}"} |
 
 v_prediction with zero terminal SNR and trailing timesteps. {settings["caption_dropout"]:.0%} of the captions were left
 out, for classifier-free guidance. The weights are float16: load them with `torch_dtype=torch.float32` on a CPU.

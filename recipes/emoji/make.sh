@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Make models/emoji-64 from nothing: recipes/emoji/make.sh runs all steps, or goes on where it was stopped.
-# About five hours on two CPU cores, most of them in step 6; recipes/emoji/make.sh 3 runs one step.
+# About four hours on two CPU cores, most of them in step 6; recipes/emoji/make.sh 3 runs one step.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 EMOJI_DIR=${EMOJI_DIR:-data/emoji}
-MAX_STEPS=${MAX_STEPS:-5000}
+MAX_STEPS=${MAX_STEPS:-6000}
 NUM_WORKERS=${NUM_WORKERS:-0}
 export PYTHONPATH=.
 recipe() { .venv/bin/python "recipes/emoji/$1.py" "${@:2}"; }
