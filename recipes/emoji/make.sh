@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make models/emoji-64 from nothing: recipes/emoji/make.sh runs all steps, or goes on where it was stopped.
-# About four hours on two CPU cores, most of them in step 6; recipes/emoji/make.sh 3 runs one step.
+# About five hours on two CPU cores, most of them in step 6; recipes/emoji/make.sh 3 runs one step.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
