@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # DreamBooth in numbered steps. ./run.sh runs all of them, ./run.sh 3 one, ./run.sh test the tests.
 #   0 set-up   1 copy the subject's photos   2 cache the model   3 class images   4 fine-tune   5 draw the subject
+#   6 measure what was learned
 # A step that is done is left alone. Every variable below can be set from outside:
 #   INSTANCE_DIR=~/photos/rex CLASS_NAME=dog ORIG_MODEL_NAME=CompVis/stable-diffusion-v1-4 ./run.sh
 set -euo pipefail
@@ -22,6 +23,7 @@ TUNED_MODEL_DIR=${TUNED_MODEL_DIR:-$DATA_PREFIX/model-tuned}
 IMAGES_OWN_DIR=${IMAGES_OWN_DIR:-$DATA_PREFIX/images-own}
 IMAGES_REG_DIR=${IMAGES_REG_DIR:-$DATA_PREFIX/images-reg}
 IMAGES_NEW_DIR=${IMAGES_NEW_DIR:-$DATA_PREFIX/images-new}
+EVALUATION_DIR=${EVALUATION_DIR:-$DATA_PREFIX/evaluation}
 
 # How: the values of the paper for Stable Diffusion; the embedded 64-pixel model is small and learns faster.
 if [[ -d $ORIG_MODEL_NAME ]]; then
@@ -31,6 +33,9 @@ if [[ -d $ORIG_MODEL_NAME ]]; then
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
     LR=${LR:-1e-4}
     MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-1200}
+    CLIP_MODEL=${CLIP_MODEL:-models/emoji-clip}
+    DINO_MODEL=${DINO_MODEL:-none}
+    PROMPTS_FILE=${PROMPTS_FILE:-prompts/emoji.txt}
 else
     PROMPT_START=${PROMPT_START:-photo of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-200}
@@ -38,6 +43,9 @@ else
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
     LR=${LR:-5e-6}
     MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
+    CLIP_MODEL=${CLIP_MODEL:-openai/clip-vit-base-patch32}
+    DINO_MODEL=${DINO_MODEL:-facebook/dino-vits16}
+    PROMPTS_FILE=${PROMPTS_FILE:-prompts/living.txt} # for a thing rather than a pet: prompts/objects.txt
 fi
 NUM_WORKERS=${NUM_WORKERS:-} # empty: one on each GPU, or what suits the CPU
 WORKERS=(${NUM_WORKERS:+--num_workers "$NUM_WORKERS"})
@@ -123,21 +131,44 @@ step_5() { # draw the subject
     echo "The pictures are in $IMAGES_NEW_DIR" >&2
 }
 
+step_6() { # measure what was learned and what was forgotten, and show it on one page
+    step_2
+    .venv/bin/python evaluate.py \
+        --model_dir "$TUNED_MODEL_DIR" \
+        --base_model_dir "$ORIG_MODEL_PATH" \
+        --output_dir "$EVALUATION_DIR" \
+        --instance_images_dir "$IMAGES_OWN_DIR" \
+        --class_images_dir "$IMAGES_REG_DIR" \
+        --instance_prompt "$INSTANCE_PROMPT" \
+        --class_prompt "$CLASS_PROMPT" \
+        --unique_token "$UNIQUE_TOKEN" \
+        --class_name "$CLASS_NAME" \
+        --prompts_file "$PROMPTS_FILE" \
+        --clip_model "$CLIP_MODEL" \
+        --dino_model "$DINO_MODEL" \
+        --num_inference_steps "$NUM_INFERENCE_STEPS" \
+        --guidance_scale "$GUIDANCE_SCALE" \
+        --batch_size 10 \
+        "${WORKERS[@]}"
+    echo "The report is $EVALUATION_DIR/report.html" >&2
+}
+
 run_step() {
-    local names=("set-up" "the subject's photos" "the model" "class images" "fine-tuning" "images of the subject")
+    local names=("set-up" "the subject's photos" "the model" "class images" "fine-tuning" "images of the subject"
+        "what was learned")
     echo "== step $1: ${names[$1]}" >&2
     "step_$1"
 }
 
 case ${1:-all} in
-    all) for step in 0 1 2 3 4 5; do run_step "$step"; done ;;
-    [0-5]) run_step "$1" ;;
+    all) for step in 0 1 2 3 4 5 6; do run_step "$step"; done ;;
+    [0-6]) run_step "$1" ;;
     test)
         step_0 requirements-test.txt
         .venv/bin/python -m pytest "${@:2}"
         ;;
     *)
-        echo "run.sh: $1 is not a step: ./run.sh, ./run.sh 0 to 5, or ./run.sh test" >&2
+        echo "run.sh: $1 is not a step: ./run.sh, ./run.sh 0 to 6, or ./run.sh test" >&2
         exit 2
         ;;
 esac

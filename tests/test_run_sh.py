@@ -56,7 +56,7 @@ def test_all_steps_twice(tmp_path, tiny_model):
         "DATA_PREFIX": tmp_path / "some data",
         "INSTANCE_DIR": make_photos(tmp_path / "photos", 2),
         "CLASS_NAME": "dog",
-        "NUM_CLASS_IMAGES": 2,
+        "NUM_CLASS_IMAGES": 3,
         "NUM_INFERENCE_STEPS": 2,
         "MAX_TRAIN_STEPS": 2,
         "NUM_WORKERS": 0,
@@ -65,9 +65,10 @@ def test_all_steps_twice(tmp_path, tiny_model):
     assert done.returncode == 0, done.stderr
     data = tmp_path / "some data"
     assert {path.name for path in data.iterdir()} == {
-        *("images-own", "images-reg", "images-new", "model-tuned", "model-tuned.work"),
+        *("images-own", "images-reg", "images-new", "model-tuned", "model-tuned.work", "evaluation"),
     }
     assert len(list((data / "images-new").glob("*unqtkn-dog*.png"))) == 15
+    assert (data / "evaluation" / "report.html").is_file() and "report.html" in done.stderr.splitlines()[-1]
     before = tree(data)
     again = run_sh(**variables)
     assert again.returncode == 0, again.stderr

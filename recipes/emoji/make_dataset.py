@@ -18,7 +18,6 @@ import cli
 from utils import row_rng
 
 ROWS_PER_FILE, ROWS_PER_GROUP = 2000, 500
-CELL = 4  # pixels a side that one latent cell covers
 WHITE_SHARE = 0.4  # of the rows
 NAMES_COLOUR, NAMES_WHITE = 0.85, 0.3  # how often a caption names its background
 STATES_STYLE = 0.85
@@ -46,7 +45,7 @@ def make_row(picture, index, rng):
     name = ALSO.get(picture.name, picture.name) if rng.random() < OTHER_NAME else picture.name
     named = rng.random() < (NAMES_WHITE if background == "white" else NAMES_COLOUR)
     file = io.BytesIO()
-    pictures.compose(picture, rng, BACKGROUNDS[background], cell=CELL).save(file, "PNG")
+    pictures.compose(picture, rng, BACKGROUNDS[background], centred=True).save(file, "PNG")
     return {
         "image": file.getvalue(),
         "caption": pictures.caption(style, name, background if named else None),

@@ -192,17 +192,17 @@ def is_drawn(picture):
     return picture.style == "fluent" and picture.label in DRAWN_LABELS
 
 
-def compose(picture, rng, background, size=64, cell=None):
+def compose(picture, rng, background, size=64, centred=False):
     """Return a picture on a plain colour as a Pillow image: 0.82 to 1 of its width, moved a little, maybe mirrored.
 
-    cell: the same width always, and moved by multiples of so many pixels: the latents are those of one drawing, moved.
+    centred: always seven eighths of the width, in the middle, so that a small UNet has one drawing to learn, or two.
     """
-    side = size - 2 * cell if cell else round(size * rng.uniform(0.82, 1.0))
+    side = size * 7 // 8 if centred else round(size * rng.uniform(0.82, 1.0))
     image = Image.fromarray(picture.rgba).resize((side, side), Image.Resampling.LANCZOS)
     if rng.random() < 0.5:
         image = ImageOps.mirror(image)
     canvas = Image.new("RGB", (size, size), background)
-    left, top = (int(rng.integers(3)) * cell if cell else int(rng.integers(size - side + 1)) for _ in "xy")
+    left, top = ((size - side) // 2 if centred else int(rng.integers(size - side + 1)) for _ in "xy")
     canvas.paste(image, (left, top), image)
     return canvas
 

@@ -1,0 +1,300 @@
+"""Measure what a tuned model learned and what it forgot, beside its base model, and show it on one page.
+
+Reads both models, the subject's photos and images of the class; draws what else it needs under --output_dir and writes
+evaluation.json and report.html there. Run the command again to continue: no picture is drawn twice. The measures are
+those of DreamBooth (arXiv 2208.12242, section 4); prompts/objects.txt and prompts/living.txt are its 25 prompts each,
+from its data set (CC-BY 4.0).
+
+    python evaluate.py --model_dir data/model-tuned --base_model_dir models/emoji-interim \\
+        --instance_images_dir assets/subject --class_images_dir data/images-reg \\
+        --instance_prompt "a 3d emoji of a unqtkn cat" --class_prompt "a 3d emoji of a cat" \\
+        --prompts_file prompts/emoji.txt --num_inference_steps 25 --guidance_scale 3 \\
+        --clip_model models/emoji-clip --dino_model none --output_dir data/evaluation
+    python evaluate.py --model_dir TUNED --base_model_dir MODEL --instance_images_dir photos \\
+        --class_images_dir data/reg --instance_prompt "photo of unqtkn dog" --class_prompt "photo of a dog" \\
+        --prompts_file prompts/living.txt --output_dir data/evaluation --fail_under subject_dino=0.5
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import checkpoint
+import cli
+from cli import BadInput, ToolError
+from dataset import check_images, find_images
+from drawing import SAMPLER, check_model_and_sampler, draw_folder, image_name, read_metadata
+from encoders import digest_encoder, embed, find_encoder
+from measures import FEWEST_PHOTOS, MEASURES, SMALLEST_SET, measure, nearest
+from model_folder import check_pipeline, read_config, read_index
+from report import write_report
+from subject import find_subject, read_templates
+
+RESULT, REPORT = "evaluation.json", "report.html"
+FAMILY = {  # what decides whether the weights of two models fit each other
+    "unet": ("in_channels", "block_out_channels", "down_block_types", "layers_per_block", "cross_attention_dim"),
+    "text_encoder": ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"),
+    "vae": ("latent_channels", "block_out_channels"),
+}
+# Flags that decide the numbers that come out.
+SETTINGS = """
+    instance_prompt class_prompt unique_token class_name num_samples_per_prompt num_class_images seed memorised_above
+    skip_bad_images no_safety_checker mixed_precision
+""".split()  # noqa: SIM905
+
+
+def parse_args(argv=None):
+    """Parse the command line."""
+    parser = cli.make_parser(__doc__)
+    _add_input_flags(parser)
+    _add_picture_flags(parser)
+    group = parser.add_argument_group("measuring")
+    group.add_argument("--clip_model", default="openai/clip-vit-base-patch32", help="CLIP: a hub name or a folder")
+    group.add_argument("--dino_model", default="facebook/dino-vits16", help="the same of DINO; none leaves it out")
+    group.add_argument("--memorised_above", type=cli.fraction, default=0.95, help="cosine with a photo that counts")
+    group.add_argument(
+        "--fail_under", type=_limit, action="append", default=[], metavar="NAME=VALUE", help="exit 1 below; repeatable"
+    )
+    group = cli.add_shared_flags(parser)
+    group.add_argument("--batch_size", type=cli.positive_int, default=4, help="images an actor draws at a time")
+    group.add_argument("--num_workers", type=cli.pool_size, help="actors: N, MIN:MAX, or 0 for this process")
+    cli.add_compute_flags(group)
+    args = parser.parse_args(argv)
+    if args.dino_model == "none" and any(name == "subject_dino" for name, _ in args.fail_under):
+        parser.error("--fail_under subject_dino is not measured with --dino_model none")
+    args.command = ["python", "evaluate.py", *(sys.argv[1:] if argv is None else argv)]
+    return args
+
+
+def _add_input_flags(parser):
+    group = parser.add_argument_group("models and images")
+    group.add_argument("--model_dir", required=True, help="folder of the tuned pipeline, what train.py wrote")
+    group.add_argument("--base_model_dir", required=True, help="folder of the model that it was tuned from")
+    group.add_argument("--instance_images_dir", required=True, help="folder of the subject's photos")
+    group.add_argument("--class_images_dir", required=True, help="images of the class that the base model drew")
+    group.add_argument("--skip_bad_images", action="store_true", help="go on without files that cannot be read")
+    group.add_argument("--no_safety_checker", action="store_true", help="turn the models' safety checker off")
+
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--instance_prompt", required=True, help='as in training: "photo of unqtkn dog"')
+    group.add_argument("--class_prompt", required=True, help='as in training: "photo of a dog"')
+    group.add_argument("--unique_token", help="identifier; default: the words that only --instance_prompt has")
+    group.add_argument("--class_name", help="what it is; default: the words after the identifier")
+    group.add_argument("--prompts_file", help="a prompt a line, {} for the subject; default: --instance_prompt")
+
+
+def _add_picture_flags(parser):
+    group = parser.add_argument_group("pictures")
+    group.add_argument("--output_dir", required=True, help="folder for the pictures, the numbers and the report")
+    group.add_argument("--overwrite", action="store_true", help="replace an evaluation of other settings")
+    group.add_argument("--num_samples_per_prompt", type=cli.positive_int, default=4, help="pictures of each prompt")
+    group.add_argument("--num_class_images", type=cli.positive_int, default=100, help="class pictures, at most")
+    group.add_argument("--seed", type=cli.seed, default=0, help="seed of the pictures and of the intervals")
+    group.add_argument("--num_inference_steps", type=cli.positive_int, default=50, help="denoising steps a picture")
+    group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help="weight of the prompt")
+    group.add_argument("--negative_prompt", default="", help="what not to draw")
+    group.add_argument("--height", type=cli.positive_int, help="pixels; default: the model's own")
+    group.add_argument("--width", type=cli.positive_int, help="pixels; default: the model's own")
+
+
+def _limit(text):
+    """Parse NAME=VALUE of a measure that is better when it is high."""
+    name, _, value = text.partition("=")
+    names = [name for name, each in MEASURES.items() if each.better == "high"]
+    if name not in names:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(names)}")
+    try:
+        value = float(value)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER")
+    return name, value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+
+
+def check_family(base, tuned):
+    """Raise BadInput where two models cannot be one tuned from the other; a size that one does not say is no matter."""
+    facts = []
+    for folder in (base, tuned):
+        index = read_index(folder)
+        facts.append({"the pipeline": index["_class_name"]})
+        for part, names in FAMILY.items():
+            config = read_config(folder, part) if part in index else {}
+            facts[-1] |= {f"{part}'s {name}": config[name] for name in names if config.get(name) is not None}
+    for name in facts[0]:
+        if facts[0][name] != facts[1].get(name, facts[0][name]):
+            raise BadInput(
+                f"--model_dir {tuned} and --base_model_dir {base} are of different families: {name} is "
+                f"{facts[1][name]} and {facts[0][name]}: give the model that it was tuned from"
+            )
+
+
+def check_counts(args, num_photos, num_class_images, num_prompts):
+    """Raise BadInput where there are too few pictures for a measure."""
+    counts = (
+        (f"--instance_images_dir {args.instance_images_dir}", num_photos, FEWEST_PHOTOS, "fidelity"),
+        (f"--class_images_dir {args.class_images_dir}", num_class_images, SMALLEST_SET, "diversity"),
+        ("--num_class_images", args.num_class_images, SMALLEST_SET, "diversity"),
+        ("--num_samples_per_prompt", num_prompts * args.num_samples_per_prompt, SMALLEST_SET, "fidelity"),
+    )
+    for flag, found, needed, measured in counts:
+        if found < needed:
+            raise BadInput(f"{flag}: {found} pictures are too few, {measured} is measured on {needed} or more")
+
+
+def read_settings(args, templates, sampler):
+    """Check the models, the folders and the encoders; return (settings that decide the result, encoders' folders)."""
+    for flag in ("base_model_dir", "model_dir"):
+        check_pipeline(getattr(args, flag), f"--{flag}")
+        check_model_and_sampler(model_of(args, getattr(args, flag)), sampler)
+    check_family(args.base_model_dir, args.model_dir)
+    settings = {**{name: getattr(args, name) for name in SETTINGS}, **sampler}
+    settings["prompts"] = checkpoint.digest_values(templates)
+    for flag in ("instance_images_dir", "class_images_dir"):
+        settings[flag] = checkpoint.digest_files(find_images(getattr(args, flag), f"--{flag}")[0])
+    for flag in ("base_model_dir", "model_dir"):
+        settings[flag] = checkpoint.digest_model(getattr(args, flag))
+    encoders = {"clip": find_encoder(args.clip_model, "--clip_model"), "dino": None}
+    if args.dino_model != "none":
+        encoders["dino"] = find_encoder(args.dino_model, "--dino_model")
+    settings |= {name: folder and digest_encoder(folder) for name, folder in encoders.items()}
+    return settings, encoders
+
+
+def model_of(args, model_dir):
+    """Return a model as draw_folder takes it."""
+    model = {"model_dir": model_dir, "checkpoint": None, "mixed_precision": args.mixed_precision}
+    return {**model, "safety_checker": not args.no_safety_checker}
+
+
+def find_finished(output_dir, settings, overwrite):
+    """Return the evaluation of these settings that `output_dir` holds, or None; raise BadInput where it holds another.
+
+    With `overwrite` another is no matter.
+    """
+    evaluation = checkpoint.read_json(Path(output_dir) / RESULT)
+    earlier = evaluation.get("settings")
+    if earlier == settings and (Path(output_dir) / REPORT).is_file():
+        return evaluation
+    if earlier is not None and not overwrite:
+        checkpoint.check_same_settings(settings, earlier, f"--output_dir {output_dir}")
+    return None
+
+
+def find_differences(args, sampler):
+    """Return what is known to make the class images of the base model differ from those that are drawn here."""
+    wanted = {**sampler, "model": checkpoint.digest_model(args.base_model_dir), "text": args.class_prompt}
+    records, notes = read_metadata(args.class_images_dir).values(), []
+    for name, value in wanted.items():
+        found = {record[name] for record in records if name in record}
+        if found - {value}:
+            other = "another" if name == "model" else f"{sorted(map(str, found - {value}))[0]}, not {value}"
+            notes.append(f"The base model's class pictures were drawn with {name} {other}: compare with care.")
+    return notes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawing and measuring
+
+
+def draw_sets(args, prompts, num_class_images, sampler):
+    """Draw the pictures that are missing; return (how many, {set: paths}), prompt by prompt."""
+    pool = {"batch_size": args.batch_size, "num_workers": args.num_workers, **cli.placement(args)}
+    wanted = {
+        "tuned": ("images-tuned", args.model_dir, prompts, args.num_samples_per_prompt),
+        "base": ("images-base", args.base_model_dir, prompts, args.num_samples_per_prompt),
+        "class_tuned": ("class-tuned", args.model_dir, [args.class_prompt], num_class_images),
+    }
+    drawn, sets = 0, {}
+    for name, (folder, model_dir, texts, count) in wanted.items():
+        folder, model = Path(args.output_dir) / folder, model_of(args, model_dir)
+        drawn += draw_folder(folder, texts, count, args.seed, model, sampler, args.overwrite, **pool)[0]
+        sets[name] = [folder / image_name(text, index) for text in texts for index in range(count)]
+    return drawn, sets
+
+
+def measure_sets(args, sets, texts, encoders):
+    """Return (measures, {set: [(photo, cosine)]}: the nearest photo of each picture of the subject)."""
+    pool = {"num_workers": args.num_workers, **cli.placement(args)}
+    clip = embed(encoders["clip"], sets, texts, **pool)
+    dino = embed(encoders["dino"], sets, **pool) if encoders["dino"] else None
+    each_text = clip["texts"].repeat(args.num_samples_per_prompt, axis=0)
+    measures = measure(clip, dino, each_text, args.memorised_above, args.seed)
+    subject, photos, found = dino or clip, sets["photos"], {}
+    for name in ("tuned", "base"):
+        numbers, values = nearest(subject[name], subject["photos"])
+        found[name] = [(photos[i].name, round(float(v), 4)) for i, v in zip(numbers, values, strict=True)]
+    return measures, found
+
+
+def evaluate(args, settings, encoders, templates, subject, class_name, sampler):
+    """Draw, embed, measure, and write the report and the result, which is returned."""
+    photos = check_images(args.instance_images_dir, "--instance_images_dir", args.skip_bad_images)
+    class_images = check_images(args.class_images_dir, "--class_images_dir", args.skip_bad_images)
+    check_counts(args, len(photos), len(class_images), len(templates))
+    class_images = class_images[: args.num_class_images]
+    notes = find_differences(args, sampler)
+    for note in notes:
+        cli.say(f"warning: {note}")
+    output_dir = Path(args.output_dir)
+    with checkpoint.lock(output_dir / checkpoint.LOCK):
+        (output_dir / RESULT).unlink(missing_ok=True)  # its pictures may be replaced now
+        prompts = [template.replace("{}", subject) for template in templates]
+        drawn, sets = draw_sets(args, prompts, len(class_images), sampler)
+        sets |= {"photos": photos, "class_base": class_images}
+        texts = [template.replace("{}", class_name) for template in templates]
+        measures, found = measure_sets(args, sets, texts, encoders)
+        evaluation = {
+            "output_dir": str(output_dir),
+            "report": str(output_dir / REPORT),
+            "drawn": drawn,
+            "pictures": {name: len(paths) for name, paths in sets.items()},
+            "encoders": {"clip": args.clip_model, "dino": args.dino_model if encoders["dino"] else None},
+            "measures": measures,
+            "settings": settings,
+            "details": {"subject": subject, "prompts": prompts, "notes": notes, "nearest": found},
+        }
+        models = {"tuned": args.model_dir, "base": args.base_model_dir}
+        write_report(output_dir / REPORT, evaluation, sets, models, args.command)
+        checkpoint.write_json(output_dir / RESULT, evaluation)
+    return evaluation
+
+
+def check_limits(limits, measures):
+    """Raise ToolError naming each measure of the tuned model that is below its limit."""
+    low = [
+        f"{name} {measures[name]['tuned']['value']:.4g} is below {limit:g}"
+        for name, limit in limits
+        if measures[name]["tuned"]["value"] < limit
+    ]
+    if low:
+        raise ToolError(f"--fail_under: {', '.join(low)}")
+
+
+def main(args):
+    """Check everything, measure unless it is done, and print the measures."""
+    for name in ("model_dir", "base_model_dir", "instance_images_dir", "class_images_dir", "output_dir"):
+        setattr(args, name, str(Path(getattr(args, name)).resolve()))
+    checkpoint.check_writable(args.output_dir, "--output_dir")
+    subject, class_name = find_subject(args.instance_prompt, args.class_prompt, args.unique_token, args.class_name)
+    templates = read_templates(args.prompts_file, args.instance_prompt, subject)
+    sampler = {name: getattr(args, name) for name in SAMPLER}
+    settings, encoders = read_settings(args, templates, sampler)
+    evaluation = find_finished(args.output_dir, settings, args.overwrite)
+    if evaluation is None:
+        evaluation = evaluate(args, settings, encoders, templates, subject, class_name, sampler)
+    else:
+        cli.say(f"{args.output_dir} is evaluated already")
+        evaluation["drawn"] = 0
+    shown = {name: value for name, value in evaluation.items() if name not in ("settings", "details")}
+    cli.print_result(**shown)
+    check_limits(args.fail_under, evaluation["measures"])
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, parse_args()))

@@ -1,0 +1,405 @@
+"""evaluate.py: a tiny model and a perturbed copy of it, measured by tiny encoders; what is refused, what is redone."""
+
+import html
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, last_json, make_photos, tree
+from test_encoders import make_tiny_clip, make_tiny_dino
+
+import cli
+import drawing
+import evaluate
+from checkpoint import lock
+from evaluate import check_family, main, parse_args
+from measures import MEASURES
+
+PROMPTS = ["photo of a {}", "a {} in the snow"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that wait for each other make the tiny models ten times slower on a busy machine."""
+    import torch
+
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
+
+
+@pytest.fixture(scope="module")
+def tuned_model(tmp_path_factory, tiny_model):
+    """The tiny model with other weights in its UNet and text encoder, and the log of a training."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "tuned")
+    rng = np.random.default_rng(0)
+    for path in (*folder.glob("unet/*.safetensors"), *folder.glob("text_encoder/*.safetensors")):
+        weights = load_file(path)
+        for value in weights.values():
+            value += 0.05 * rng.standard_normal(value.shape).astype(value.dtype)
+        save_file(weights, path, {"format": "pt"})
+    lines = [{"step": step, "loss": 1 / step, "grad_norm": 2.0} for step in range(10, 60, 10)]
+    (folder / "training_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("encoders")
+    return make_tiny_clip(folder / "clip", tiny_model / "tokenizer"), make_tiny_dino(folder / "dino")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory, tiny_model, tuned_model, encoders, photos, class_images):
+    """The flags of an evaluation in this process, but --output_dir."""
+    prompts_file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    prompts_file.write_text("\n".join(PROMPTS))
+    return {
+        "model_dir": tuned_model,
+        "base_model_dir": tiny_model,
+        "instance_images_dir": photos,
+        "class_images_dir": class_images,
+        "instance_prompt": "photo of a unqtkn dog",
+        "class_prompt": "photo of a dog",
+        "prompts_file": prompts_file,
+        "num_samples_per_prompt": 2,
+        "num_class_images": 5,
+        "num_inference_steps": 2,
+        "clip_model": encoders[0],
+        "dino_model": encoders[1],
+        "num_workers": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(flags, tmp_path_factory):
+    """The folder of a finished evaluation."""
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    pairs = {**flags, "output_dir": folder}.items()
+    main(parse_args([str(word) for name, value in pairs for word in (f"--{name}", value)]))
+    return folder
+
+
+@pytest.fixture
+def command(flags, tmp_path):
+    """Return a function from changed flags to the words of a command line; None leaves a flag out."""
+
+    def words(*more, **changed):
+        pairs = {**flags, "output_dir": tmp_path / "out", **changed}.items()
+        given = [word for name, value in pairs if value is not None for word in (f"--{name}", value)]
+        return [str(word) for word in (*given, *more)]
+
+    return words
+
+
+@pytest.fixture
+def run(command, capsys):
+    """Return a function that evaluates in this process and returns the JSON of the last line."""
+
+    def call(*more, **changed):
+        capsys.readouterr()
+        main(parse_args(command(*more, **changed)))
+        return last_json(capsys.readouterr().out)
+
+    return call
+
+
+def let_nothing_run(monkeypatch):
+    """Make drawing and embedding fail."""
+
+    def fail(*arguments, **options):
+        raise AssertionError("it draws or embeds")
+
+    monkeypatch.setattr(drawing, "map_on_actors", fail)
+    monkeypatch.setattr(evaluate, "embed", fail)
+
+
+@pytest.fixture
+def nothing_runs(finished, monkeypatch):
+    let_nothing_run(monkeypatch)
+
+
+def files_of(folder):
+    return {name.split("/")[0] if name.endswith(".png") else name for name in tree(folder)}
+
+
+def pictures_of(folder):
+    return {name: facts for name, facts in tree(folder).items() if name.endswith(".png")}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole
+
+
+def test_an_evaluation_and_the_same_again(run, monkeypatch, tmp_path):
+    result = run()
+    out = tmp_path / "out"
+    sets = ("images-tuned", "images-base", "class-tuned")
+    records = {f"{name}/metadata.jsonl" for name in sets} | {f"{name}/.lock" for name in sets}
+    assert files_of(out) == {*sets, *records, ".lock", "evaluation.json", "report.html"}
+    assert result["drawn"] == 2 * 2 * len(PROMPTS) + 5
+    assert result["pictures"] == {"tuned": 4, "base": 4, "class_tuned": 5, "photos": 3, "class_base": 5}
+    assert result["measures"].keys() == MEASURES.keys()
+    for found in result["measures"].values():
+        for model in ("tuned", "base"):
+            estimate = found[model]
+            assert -1 <= estimate["low"] <= estimate["value"] <= estimate["high"] <= 2
+    stored = json.loads((out / "evaluation.json").read_text())
+    assert {name: stored[name] for name in result} == result
+    assert stored.keys() - result.keys() == {"settings", "details"}
+    assert stored["details"]["prompts"] == ["photo of a unqtkn dog", "a unqtkn dog in the snow"]
+
+    before = tree(tmp_path)
+    let_nothing_run(monkeypatch)
+    assert run() == {**result, "drawn": 0}
+    assert tree(tmp_path) == before
+
+
+def test_both_models_draw_the_same_prompts_with_the_same_seeds(run, tmp_path):
+    run(dino_model="none")
+    drawn = {}
+    for name in ("images-tuned", "images-base"):
+        lines = (tmp_path / "out" / name / "metadata.jsonl").read_text().splitlines()
+        drawn[name] = {(r["file_name"], r["text"], r["seed"]) for r in map(json.loads, lines)}
+    assert drawn["images-tuned"] == drawn["images-base"] and len(drawn["images-base"]) == 4
+    pixels = [pictures_of(tmp_path / "out" / name) for name in drawn]
+    assert all(pixels[0][name][0] != pixels[1][name][0] for name in pixels[0])
+
+
+def test_without_dino_its_measure_is_null_and_the_report_says_so(run, tmp_path):
+    result = run(dino_model="none")
+    assert result["measures"]["subject_dino"] is None and result["encoders"]["dino"] is None
+    assert all(result["measures"][name] for name in MEASURES if name != "subject_dino")
+    assert "not measured: --dino_model none" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_without_a_prompts_file_the_instance_prompt_is_drawn(run, tmp_path):
+    assert run(prompts_file=None, num_samples_per_prompt=3, dino_model="none")["pictures"]["tuned"] == 3
+    details = json.loads((tmp_path / "out" / "evaluation.json").read_text())["details"]
+    assert details["prompts"] == ["photo of a unqtkn dog"]
+
+
+def test_the_same_model_twice_gives_the_same_numbers(run, tiny_model):
+    for name, found in run(model_dir=tiny_model, dino_model="none")["measures"].items():
+        if found and name not in ("prior_photos", "prior_base", "diversity"):  # of the folder of class images
+            assert found["tuned"] == found["base"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Going on, and other settings
+
+
+def test_a_killed_evaluation_goes_on_and_draws_nothing_twice(command, run, tmp_path):
+    out = tmp_path / "out"
+    words = command("--batch_size", 1, dino_model="none")
+    process = subprocess.Popen([sys.executable, ROOT / "evaluate.py", *words], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while len(list(out.glob("*/*.png"))) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = pictures_of(out)
+    assert len(before) >= 2 and not (out / "evaluation.json").exists()
+    result = run("--batch_size", 1, dino_model="none")
+    after = pictures_of(out)
+    assert result["drawn"] == len(after) - len(before)
+    assert before.items() <= after.items()
+
+
+def test_a_lost_report_is_made_again_and_no_picture(run, tmp_path):
+    result = run(dino_model="none")
+    before = pictures_of(tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_bytes()
+    (tmp_path / "out" / "report.html").unlink()
+    assert run(dino_model="none") == {**result, "drawn": 0}
+    assert (tmp_path / "out" / "report.html").read_bytes() == page
+    assert pictures_of(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"num_samples_per_prompt": 3}, "num_samples_per_prompt was 2, now 3"),
+        ({"guidance_scale": 2}, "guidance_scale was 7.5, now 2.0"),
+        ({"memorised_above": 0.5}, "memorised_above was 0.95, now 0.5"),
+        ({"prompts_file": ROOT / "prompts" / "emoji.txt"}, "prompts was '"),
+        ({"dino_model": "none"}, "dino was '"),
+    ],
+)
+def test_other_settings_are_refused(run, nothing_runs, finished, changed, named):
+    with pytest.raises(cli.BadInput, match=rf"--output_dir .*{named}.*--overwrite"):
+        run(output_dir=finished, **changed)
+
+
+def test_other_photos_or_weights_are_refused(run, nothing_runs, finished, photos, tuned_model, tmp_path):
+    more = shutil.copytree(photos, tmp_path / "photos")
+    shutil.copy(more / "00.png", more / "copy.png")
+    with pytest.raises(cli.BadInput, match="instance_images_dir was"):
+        run(output_dir=finished, instance_images_dir=more)
+    with pytest.raises(cli.BadInput, match="model_dir was"):
+        run(output_dir=finished, model_dir=more_weights(tuned_model, tmp_path / "other"))
+
+
+def more_weights(model, folder):
+    """Copy a model with another file of its tokenizer: as a file it is another model."""
+    shutil.copytree(model, folder)
+    (folder / "tokenizer" / "more.txt").write_text("more")
+    return folder
+
+
+def test_overwrite_replaces_an_evaluation_of_other_settings(run, tmp_path):
+    first = run(dino_model="none")
+    before = pictures_of(tmp_path / "out")
+    assert run("--overwrite", dino_model="none", memorised_above=0.1)["drawn"] == 0
+    assert pictures_of(tmp_path / "out") == before
+    other = run("--overwrite", dino_model="none", seed=1)
+    assert other["drawn"] == first["drawn"] and other["measures"] != first["measures"]
+    assert run(dino_model="none", seed=1)["drawn"] == 0
+
+
+def test_an_overwriting_that_fails_leaves_no_result_of_before(run, flags, monkeypatch, tmp_path):
+    run(dino_model="none")
+    with monkeypatch.context() as broken, pytest.raises(AssertionError):
+        let_nothing_run(broken)
+        run("--overwrite", dino_model="none", seed=1)
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_another_run_holds_the_folder(run, nothing_runs, tmp_path):
+    with lock(tmp_path / "out" / ".lock"), pytest.raises(cli.TryAgain):
+        run()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --fail_under
+
+
+def test_a_measure_below_its_limit_fails_the_job(run, nothing_runs, finished, capsys):
+    limits = [f"--fail_under={limit}" for limit in ("subject_dino=2", "prompt_clip=-1", "diversity=3")]
+    with pytest.raises(cli.ToolError, match=r"subject_dino [-0-9.]+ is below 2, diversity [-0-9.]+ is below 3") as low:
+        run(*limits, output_dir=finished)
+    assert low.value.exit_code == 1
+    assert last_json(capsys.readouterr().out)["measures"]
+    run("--fail_under", "subject_dino=-1", output_dir=finished)
+
+
+@pytest.mark.parametrize(
+    "text", ["alike=1", "subject_dino", "subject_dino=", "subject_dino=nan", "=1", "memorised=0.5"]
+)
+def test_a_wrong_limit_is_a_usage_error(command, capsys, text):
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(command("--fail_under", text))
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert (
+        "NAME=NUMBER" in said if text.startswith("subject_dino") else "subject_dino, subject_clip, prompt_clip" in said
+    )
+
+
+def test_a_limit_of_what_is_not_measured_is_a_usage_error(command, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(command("--fail_under", "subject_dino=0.5", dino_model="none"))
+    assert exit_.value.code == 2 and "--dino_model none" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_class_images": 2}, "--num_class_images: 2 pictures are too few, diversity is measured on 3 or more"),
+        ({"num_samples_per_prompt": 1}, "--num_samples_per_prompt: 2 pictures are too few, fidelity"),
+        ({"class_prompt": "photo of a unqtkn dog"}, "--instance_prompt has no word"),
+        ({"model_dir": "none"}, r"--model_dir .*none is not a folder"),
+        ({"base_model_dir": "none"}, r"--base_model_dir .*none is not a folder"),
+        ({"instance_images_dir": "none"}, r"--instance_images_dir .*none is not a folder"),
+        ({"clip_model": "./none"}, r"--clip_model \./none is neither a folder"),
+        ({"dino_model": "./none"}, r"--dino_model \./none is neither a folder"),
+        ({"prompts_file": os.devnull}, "--prompts_file /dev/null holds no prompt"),
+        ({"height": 20}, r"--height 20 .*multiple of 8"),
+    ],
+)
+def test_bad_input_is_said_before_anything_is_drawn(run, nothing_runs, tmp_path, changed, said):
+    with pytest.raises(cli.BadInput, match=said) as error:
+        run(**changed)
+    assert error.value.exit_code == 3 and not (tmp_path / "out").exists()
+
+
+def test_too_few_or_broken_photos(run, nothing_runs, tmp_path):
+    one, two = make_photos(tmp_path / "one", 1), make_photos(tmp_path / "two", 2)
+    with pytest.raises(cli.BadInput, match=r"--instance_images_dir .*one: 1 pictures are too few"):
+        run(instance_images_dir=one)
+    with pytest.raises(cli.BadInput, match=r"--class_images_dir .*two: 2 pictures are too few"):
+        run(class_images_dir=two)
+    (two / "00.png").write_bytes(b"no picture")
+    with pytest.raises(cli.BadInput, match=r"1 bad files \(00.png\)"):
+        run(instance_images_dir=two)
+    with pytest.raises(cli.BadInput, match="1 pictures are too few"):
+        run("--skip_bad_images", instance_images_dir=two)
+    assert not (tmp_path / "out").exists()
+
+
+def edit(path, **changed):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
+def test_models_of_different_families(tiny_model, tuned_model, tmp_path):
+    check_family(tiny_model, tuned_model)
+    for file, changed, said in (
+        ("model_index.json", {"_class_name": "StableDiffusionXLPipeline"}, "the pipeline is StableDiffusionXLPipeline"),
+        ("text_encoder/config.json", {"hidden_size": 32}, "text_encoder's hidden_size is 32 and 16"),
+        ("unet/config.json", {"block_out_channels": [16, 32]}, "unet's block_out_channels is"),
+    ):
+        other = shutil.copytree(tuned_model, tmp_path / file.replace("/", "-"))
+        edit(other / file, **changed)
+        with pytest.raises(cli.BadInput, match=rf"--model_dir .* of different families: {said}"):
+            check_family(tiny_model, other)
+
+
+def test_what_an_older_configuration_does_not_say_is_no_other_family(tiny_model, tuned_model, tmp_path):
+    older = shutil.copytree(tiny_model, tmp_path / "older")
+    config = json.loads((older / "unet" / "config.json").read_text())
+    (older / "unet" / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "layers_per_block"})
+    )
+    check_family(older, tuned_model)
+
+
+def test_class_images_that_were_drawn_in_another_way_are_noted(run, tiny_model, class_images, tmp_path, capsys):
+    folder = shutil.copytree(class_images, tmp_path / "class")
+    line = {"file_name": "00.png", "text": "photo of a dog", "num_inference_steps": 50, "guidance_scale": 7.5}
+    (folder / "metadata.jsonl").write_text(json.dumps(line) + "\n")
+    run(class_images_dir=folder, dino_model="none")
+    notes = json.loads((tmp_path / "out" / "evaluation.json").read_text())["details"]["notes"]
+    assert notes == [
+        "The base model's class pictures were drawn with num_inference_steps 50, not 2: compare with care."
+    ]
+    assert notes[0] in html.unescape((tmp_path / "out" / "report.html").read_text())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray
+
+
+@pytest.mark.ray
+def test_actors_measure_what_this_process_does(run, finished, ray_session, tmp_path):
+    """What they draw here is the class pictures; the others lie there, so that fewer pools start."""
+    shutil.copytree(finished, tmp_path / "out")
+    (tmp_path / "out" / "evaluation.json").unlink()
+    shutil.rmtree(tmp_path / "out" / "class-tuned")
+    result, here = run(num_workers=1), json.loads((finished / "evaluation.json").read_text())
+    assert result["drawn"] == 5
+    for name, found in result["measures"].items():
+        for model in ("tuned", "base"):
+            assert found[model]["value"] == pytest.approx(here["measures"][name][model]["value"], abs=0.02)
