@@ -195,11 +195,12 @@ def is_drawn(picture):
 def compose(picture, rng, background, size=64, centred=False):
     """Return a picture on a plain colour as a Pillow image: 0.82 to 1 of its width, moved a little, maybe mirrored.
 
-    centred: always seven eighths of the width, in the middle, so that a small UNet has one drawing to learn, or two.
+    centred: always seven eighths of the width, in the middle, as it is: a small UNet that has to choose between two
+    drawings for one prompt mixes them.
     """
     side = size * 7 // 8 if centred else round(size * rng.uniform(0.82, 1.0))
     image = Image.fromarray(picture.rgba).resize((side, side), Image.Resampling.LANCZOS)
-    if rng.random() < 0.5:
+    if not centred and rng.random() < 0.5:
         image = ImageOps.mirror(image)
     canvas = Image.new("RGB", (size, size), background)
     left, top = ((size - side) // 2 if centred else int(rng.integers(size - side + 1)) for _ in "xy")
