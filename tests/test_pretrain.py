@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -306,31 +304,6 @@ def test_other_settings_are_refused_and_overwrite_replaces(command):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ray
-
-
-@pytest.mark.ray
-def test_two_workers_one_killed(command, tmp_path, ray_session):
-    """Two workers, one of them killed on the way, end bit-equal to two undisturbed."""
-    import psutil
-
-    killed = []
-
-    def kill():
-        while len(log_of(tmp_path / "killed.work")) < 15:
-            time.sleep(0.02)
-        for process in psutil.Process().children(recursive=True):
-            if "RayTrainWorker" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
-                killed.append(process.pid)
-                return
-
-    flags = {"max_steps": 100, "checkpointing_steps": 10, "num_workers": 2, "num_validation_rows": 3}
-    command(output_dir=tmp_path / "two", validation_steps=50, **flags)
-    threading.Thread(target=kill, daemon=True).start()
-    command(output_dir=tmp_path / "killed", validation_steps=50, max_failures=1, **flags)
-    assert killed
-    assert_equal(weights(tmp_path / "two"), weights(tmp_path / "killed"))
-    assert log_of(tmp_path / "two.work") == log_of(tmp_path / "killed.work")
 
 
 @pytest.mark.ray

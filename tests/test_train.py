@@ -471,12 +471,12 @@ def test_two_workers_one_killed(command, tmp_path, ray_session):
     """Two workers, one of them killed on the way, end bit-equal to two undisturbed, and log the losses of one."""
     import psutil
 
-    steps = 150
+    steps = 60
     killed = []
 
     def kill():
         log = tmp_path / "killed.work" / training.LOG
-        while len(training.read_log(log)) < 30:
+        while len(training.read_log(log)) < 15:
             time.sleep(0.02)
         for process in psutil.Process().children(recursive=True):
             if "RayTrainWorker" in " ".join(process.cmdline()):
@@ -484,7 +484,7 @@ def test_two_workers_one_killed(command, tmp_path, ray_session):
                 killed.append(process.pid)
                 return
 
-    flags = {"max_train_steps": steps, "checkpointing_steps": 20}
+    flags = {"max_train_steps": steps, "checkpointing_steps": 10}
     command(output_dir=tmp_path / "one", train_batch_size=2, **flags)
     command(output_dir=tmp_path / "two", num_workers=2, **flags)
     threading.Thread(target=kill, daemon=True).start()
