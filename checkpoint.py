@@ -5,6 +5,7 @@ A reader trusts a folder only when its manifest fits. Nothing here is read throu
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,6 +23,7 @@ from cli import BadInput, CheckFailed, OutOfResource, TryAgain, say
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{6,})")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+MODEL_FILES = {".json", ".safetensors", ".txt", ".model"}
 CHECK_THREADS = 4  # that read the files of a model
 LATEST = "latest"
 LOCK = ".lock"
@@ -199,7 +201,13 @@ def lock(path):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as file:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise BadInput(f"{path} is a link: remove it") from None
+        raise
+    with open(descriptor, "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -250,7 +258,11 @@ def digest_model(model_dir):
 
 def check_model(model_dir):
     """Raise CheckFailed for a file of a model folder, or a checkpoint, that has not the sha256 that is known of it."""
-    known = _known_sha256(model_dir)
+    folder, known = Path(model_dir), _known_sha256(model_dir)
+    for name, fact in read_json(folder / MANIFEST).get("files", {}).items():
+        path = folder / name
+        if path.suffix in MODEL_FILES and not (path.is_file() and path.stat().st_size == fact["size"]):
+            raise CheckFailed(f"{path} is damaged: it is not of {fact['size']} bytes: fetch or make it again")
     with ThreadPoolExecutor(CHECK_THREADS) as pool:
         for path, found in zip(known, pool.map(sha256_file, known), strict=True):
             if found != known[path]:
@@ -258,19 +270,18 @@ def check_model(model_dir):
 
 
 def _model_files(model_dir):
-    folder, kinds = Path(model_dir), {".json", ".safetensors", ".txt", ".model"}
-    parts = [path for path in folder.glob("*/*") if path.suffix in kinds and path.parent.name[0] != "."]
+    folder = Path(model_dir)
+    parts = [path for path in folder.glob("*/*") if path.suffix in MODEL_FILES and path.parent.name[0] != "."]
     return [*folder.glob("model_index.json"), *parts]
 
 
 def _known_sha256(model_dir):
     """Return {file of a model folder: the sha256 it must have}, by its manifest or its blob's name in a hub cache."""
-    folder = Path(model_dir)
-    files = (read_manifest(folder) or {"files": {}})["files"]
-    known = {}
+    folder, known = Path(model_dir), {}
+    files = read_json(folder / MANIFEST).get("files", {})
     for path in _model_files(folder):
         fact, blob = files.get(path.relative_to(folder).as_posix()), path.resolve()
-        if fact:
+        if fact and fact["size"] == path.stat().st_size:
             known[path] = fact["sha256"]
         elif blob.parent.name == "blobs" and SHA256.fullmatch(blob.name):
             known[path] = blob.name

@@ -162,6 +162,14 @@ def print_result(**result):
     print(json.dumps(result), flush=True)
 
 
+def check_text(flag, text):
+    """Raise BadInput where a flag's value is not text: a terminal of another encoding sends bytes that are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{flag} {text.encode(errors='replace').decode()!r} is not UTF-8: set the terminal's") from None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
 

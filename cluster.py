@@ -54,7 +54,7 @@ def start_ray(address=None, insecure_cluster=False):
                 raise BadInput(f"the Ray cluster at {address} asks for a token: {TOKEN_REMEDY}") from error
             raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
     for name in ("ray.data", "ray.train"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # their errors are raised too
     return ray.cluster_resources()
 
 

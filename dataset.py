@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from checkpoint import publish, read_manifest, staging
-from cli import BadInput, CheckFailed, Progress, say
+from cli import BadInput, CheckFailed, Progress, check_text, say
 from cluster import map_on_actors
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
 
@@ -164,6 +164,8 @@ def check_prompts(instance_prompt, class_prompt=None, unique_token=None):
 
     unique_token: by default the words that the instance prompt has and the class prompt lacks.
     """
+    for flag, text in (("--instance_prompt", instance_prompt), ("--class_prompt", class_prompt or "")):
+        check_text(flag, text)
     instance, other, token = (_words(text or "") for text in (instance_prompt, class_prompt, unique_token))
     token = token or [word for word in instance if word not in other]
     if not token:

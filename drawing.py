@@ -22,7 +22,14 @@ from checkpoint import (
 )
 from cli import BadInput, Progress, say
 from cluster import map_on_actors
-from model_folder import check_pipeline, check_resolution, model_resolution, say_what_is_cut
+from model_folder import (
+    check_component,
+    check_pipeline,
+    check_resolution,
+    components,
+    model_resolution,
+    say_what_is_cut,
+)
 from utils import image_seed
 
 METADATA = "metadata.jsonl"
@@ -193,7 +200,10 @@ def check_model_and_sampler(model, sampler):
             sampler[name] = sampler[name] or model_resolution(model["model_dir"])
             check_resolution(model["model_dir"], f"--{name}", sampler[name])
     folder = model["checkpoint"]
-    if folder and not any((Path(folder) / name).is_dir() for name in index):
+    replaced = [name for name in components(index) if folder and (Path(folder) / name).is_dir()]
+    for name in replaced:
+        check_component(Path(folder), name, index[name][1], "--checkpoint")
+    if folder and not replaced:
         raise BadInput(f"--checkpoint {folder} holds no module of the model: give a checkpoint-... folder")
 
 
@@ -212,6 +222,8 @@ def draw_folder(output_dir, prompts, count, seed, model, sampler, overwrite=Fals
         say(f"{output_dir}: all {len(wanted)} images are there")
         return 0, records
     with lock(Path(output_dir) / ".lock"):
+        for path in Path(output_dir).glob(".*.tmp"):  # what a killed run was writing
+            path.unlink()
         missing = {name: record for name, record in wanted.items() if name not in records}
         _check_needs(output_dir, model, missing)
         _draw_missing(output_dir, model, missing, records, **pool)

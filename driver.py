@@ -1,5 +1,6 @@
 """The driver's side of a training: is it done, where does it work, start its workers and show their log."""
 
+import contextlib
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,11 +29,17 @@ def run_training(args, settings, plan_steps, train):
         say(f"{args.output_dir} is trained for {steps} steps already")
         print_result(output_dir=args.output_dir, steps=steps, trained=0)
         return
-    with checkpoint.lock(Path(args.work_dir) / checkpoint.LOCK) as args.owner:
+    with _lock_output(args), checkpoint.lock(Path(args.work_dir) / checkpoint.LOCK) as args.owner:
         checkpoint.recover(args.output_dir)
         open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
         result = train(steps, num_workers)
     print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
+
+
+def _lock_output(args):
+    """Return the lock of --output_dir where the work folder is not its usual one, whose lock serves for both."""
+    usual = Path(f"{args.output_dir}.work")
+    return contextlib.nullcontext() if Path(args.work_dir) == usual else checkpoint.lock(usual / checkpoint.LOCK)
 
 
 def is_finished(output_dir, settings, steps, overwrite):
@@ -55,9 +62,12 @@ def is_finished(output_dir, settings, steps, overwrite):
 def open_work_dir(work_dir, settings, num_workers, overwrite):
     """Make `work_dir` the one of this run: kept where its settings are the same, emptied where nothing is lost."""
     work_dir = Path(work_dir)
+    checkpoints = checkpoint.list_checkpoints(work_dir)
     earlier = checkpoint.read_json(work_dir / RECORD).get("settings")
+    if earlier is None and checkpoints:
+        earlier = checkpoint.read_manifest(checkpoints[-1][1])["settings"]
     if earlier not in (None, settings):
-        if checkpoint.list_checkpoints(work_dir) and not overwrite:
+        if checkpoints and not overwrite:
             checkpoint.check_same_settings(settings, earlier, f"--work_dir {work_dir}")
         for path in [path for name in WORK_FILES for path in work_dir.glob(name)]:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from checkpoint import digest_files
+from checkpoint import MANIFEST, digest_files
 from cli import BadInput, CheckFailed
 from dataset import scale_pixels
 from model_folder import pixel_factor, read_config
@@ -217,6 +217,7 @@ def open_latents(location, model_dir, resolution, image_column=None, caption_col
     metadata = json.loads(folder.read(METADATA) or "{}")
     if metadata:
         _check_metadata(location, metadata, model_dir, resolution)
+        _check_files(folder)
     elif folder.read(RECORD):
         raise BadInput(f"--data {location} is not finished: run preprocess.py again")
     elif not prescaled:
@@ -232,6 +233,14 @@ def open_latents(location, model_dir, resolution, image_column=None, caption_col
     shapes = latent_shapes(model_dir, resolution)
     caption_column = next(caption for caption, _ in files if caption)
     return LatentFiles(location, tuple(chunks), image_column, caption_column, *shapes, prescaled)
+
+
+def _check_files(folder):
+    """Raise CheckFailed for a Parquet file that the manifest of a data set names and that is not there."""
+    named, there = json.loads(folder.read(MANIFEST) or "{}").get("files", {}), folder.names(".parquet")
+    for name in named:
+        if name.endswith(".parquet") and name not in there:
+            raise CheckFailed(f"{join(folder.location, name)} is missing: make the data set again")
 
 
 def _list_chunks(folder, wanted, caption_column, name):

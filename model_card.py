@@ -33,7 +33,8 @@ def publish_pipeline(config, step, device, weights, prompts, card):
             if not flags[0]:
                 images[0].save(beside / "samples" / f"{index}.png")
         shutil.copy(Path(config["work_dir"]) / LOG, beside / "training_log.jsonl")
-        (beside / "README.md").write_text(card(config, step, sorted((beside / "samples").iterdir())))
+        text = card(config, step, sorted((beside / "samples").iterdir()))
+        (beside / "README.md").write_text(text, encoding="utf-8")
         checkpoint.publish(beside, config["output_dir"], step=step, settings=config["settings"])
 
 
@@ -82,7 +83,7 @@ def dreambooth_card(config, step, samples):
     prompt = one_line(config["instance_prompt"].replace("`", "'"))
     return f"""---
 base_model: {json.dumps(base)}
-instance_prompt: {json.dumps(config["instance_prompt"])}
+instance_prompt: {json.dumps(config["instance_prompt"], ensure_ascii=False)}
 library_name: diffusers
 license: {licence}
 pipeline_tag: text-to-image

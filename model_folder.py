@@ -85,11 +85,12 @@ def check_pipeline(model_dir, flag="--model_dir"):
     except FileNotFoundError:
         raise BadInput(f"{flag} {folder} has no model_index.json: give what cache_model.py printed") from None
     for name, (_, class_name) in components(index).items():
-        _check_component(folder, name, class_name, flag)
+        check_component(folder, name, class_name, flag)
     return index
 
 
-def _check_component(folder, name, class_name, flag):
+def check_component(folder, name, class_name, flag):
+    """Raise BadInput or CheckFailed unless the folder `name` of a model, or of a checkpoint, is whole."""
     part = folder / name
     if not part.is_dir():
         raise BadInput(f"{flag} {folder} lacks the folder of its {name}: fetch the model again")

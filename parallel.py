@@ -82,7 +82,7 @@ def reshard(module):
             part.reshard()
 
 
-def _local(tensors):
+def local(tensors):
     """Return this worker's part of each tensor: memory of the tensors themselves."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
@@ -117,21 +117,21 @@ class Ema:
 
         decay = min(self.decay, (1 + step) / (10 + step))
         with torch.no_grad():
-            torch._foreach_lerp_(_local(self.averages), _local(self.parameters), 1 - decay)
+            torch._foreach_lerp_(local(self.averages), local(self.parameters), 1 - decay)
 
     @contextlib.contextmanager
     def in_place(self):
         """Let the model hold the averages for a while."""
         import torch
 
-        kept = [tensor.clone() for tensor in _local(self.parameters)]
+        kept = [tensor.clone() for tensor in local(self.parameters)]
         with torch.no_grad():
-            torch._foreach_copy_(_local(self.parameters), _local(self.averages))
+            torch._foreach_copy_(local(self.parameters), local(self.averages))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(_local(self.parameters), kept)
+                torch._foreach_copy_(local(self.parameters), kept)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from cli import (
     BadInput,
     add_compute_flags,
     add_shared_flags,
+    check_text,
     make_parser,
     non_negative_float,
     placement,
@@ -72,6 +73,8 @@ def read_prompts(args):
             prompts += Path(args.prompts_file).read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(f"--prompts_file {args.prompts_file}: {error}") from None
+    for prompt in prompts:
+        check_text("--prompts", prompt)
     prompts = list(dict.fromkeys(prompt.strip() for prompt in prompts if prompt.strip()))
     if not prompts:
         raise BadInput(f"--prompts_file {args.prompts_file or ''} and --prompts hold no prompt")

@@ -13,6 +13,8 @@ from cli import CheckFailed
 
 LOG = "log.jsonl"
 STOP = "stop"
+DIVERGED = "the run diverged"
+REMEDY = "nothing is published: take a smaller --lr, or --mixed_precision no"
 MAX_BAD_STEPS = 5  # skipped one after another, for a gradient that is not finite, before a run gives up
 MAX_BAD_STEPS_FP16 = 25  # fp16 skips steps while it looks for a loss scale
 
@@ -100,10 +102,7 @@ class Optimizer:
         self.adamw.zero_grad(set_to_none=True)
         self.bad_steps = 0 if finite else self.bad_steps + 1
         if self.bad_steps > self.max_bad_steps:
-            raise CheckFailed(
-                f"the run diverged: {self.bad_steps} steps with a gradient that is not finite; nothing is published: "
-                "take a smaller --lr, or --mixed_precision no"
-            )
+            raise CheckFailed(f"{DIVERGED}: {self.bad_steps} steps with a gradient that is not finite; {REMEDY}")
         return grad_norm
 
 
@@ -115,7 +114,7 @@ class StepLog:
 
         self.path = Path(work_dir) / LOG
         kept = [line for line in read_log(self.path) if line["step"] <= step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        checkpoint.write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self.tensorboard = SummaryWriter(Path(work_dir) / "tensorboard", purge_step=step + 1)
 
     def write(self, step, **values):
@@ -231,7 +230,9 @@ def train_steps(run, config, place):
         if is_logged:
             values |= dict(zip(run.loss_names, place.mean(losses).tolist(), strict=True))
             values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
-        is_saved = step % config["checkpointing_steps"] == 0 or step == last
+        # Not while steps are skipped: each time that the command is run again would go a few steps further.
+        is_good = run.optimizer.bad_steps == 0
+        is_saved = step == last or (step % config["checkpointing_steps"] == 0 and is_good)
         if place.rank == 0 and (values or is_saved):
             checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
         if log and values:
@@ -239,7 +240,7 @@ def train_steps(run, config, place):
         # All workers must agree on it; on GPUs they do so at logged steps alone, for it makes them wait for each other.
         asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
         stopping = asks and place.any(stop_asked(config))
-        if run.saves and (is_saved or stopping):
+        if run.saves and (is_saved or (stopping and is_good)):
             save(run, step, config, place)
     if log:
         log.close()
@@ -250,6 +251,8 @@ def save(run, step, config, place):
     """Save a checkpoint; all the workers that take part in it call this."""
     import torch.distributed as dist
 
+    if not all(bool(parameter.isfinite().all()) for parameter in parallel.local(run.optimizer.parameters)):
+        raise CheckFailed(f"{DIVERGED}: weights that are not finite at step {step}; {REMEDY}")
     facts = {"settings": config["settings"], "scaler": run.optimizer.scaler.state_dict()}
     keep = config["checkpoints_total_limit"]
     is_shared = parallel.is_sharded(run.model)

@@ -102,9 +102,13 @@ def load_models(model_dir, names, dtype, checkpoint=None):
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are in the info, and end the run below
         )
-        wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
+        # Old checkpoints of CLIP hold the numbers of the positions too.
+        others = [key for key in info["unexpected_keys"] if not key.endswith("position_ids")]
+        wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *others]
         if wrong:
-            raise CheckFailed(f"{path}: {len(wrong)} weights are missing or misshapen, {sorted(wrong)[0]} the first")
+            raise CheckFailed(
+                f"{path}: {len(wrong)} weights are missing, misshapen or not of this model, {min(wrong)} the first"
+            )
         broken = [key for key, value in models[name].state_dict().items() if not value.isfinite().all()]
         if broken:
             raise CheckFailed(f"{path}: {len(broken)} weights are not finite, {broken[0]} the first: fetch it again")
