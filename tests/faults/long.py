@@ -320,18 +320,8 @@ SHORT = {
 def run_tests(name, folder):
     """Run the tests of a file; return (fault, what was injected, times, what happened)."""
     path = Path("tests", "faults", f"test_{name}.py")
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "faults",
-        "-p",
-        "no:cacheprovider",
-        f"--basetemp={folder}/tests",
-        path,
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    options = ["-m", "faults", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, path], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
     return *SHORT[name][1:], passed, f"all as promised: {path.name}"
