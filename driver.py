@@ -12,7 +12,7 @@ from cluster import share_resources, start_ray
 from model_folder import count_weights
 from training import LOG, STOP, read_log
 
-WORK_FILES = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, LOG, "tensorboard", "posteriors", "ray")  # of a run
+WORK_FILES = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, LOG, "tensorboard", "posteriors", "ray", "validation")
 RECORD = "run.json"  # the settings and the number of workers of the run in a work folder
 
 

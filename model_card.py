@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 import checkpoint
+import validation
 from cli import one_line
 from training import LOG
-
-CARD_STEPS = 30  # of the sampler, for the sample images
 
 
 def publish_pipeline(config, step, device, weights, prompts, card):
@@ -25,7 +24,8 @@ def publish_pipeline(config, step, device, weights, prompts, card):
     with checkpoint.staging(config["output_dir"]) as beside:
         pipeline.save_pretrained(beside, safe_serialization=True)
         drop_local_paths(beside)
-        sampler = {"num_inference_steps": CARD_STEPS, "height": config["resolution"], "width": config["resolution"]}
+        sampler = {"num_inference_steps": validation.NUM_INFERENCE_STEPS, "guidance_scale": config["guidance_scale"]}
+        sampler |= dict.fromkeys(("height", "width"), config["resolution"])
         pipeline.to(device)
         (beside / "samples").mkdir()
         for index, prompt in enumerate(prompts):
@@ -33,7 +33,7 @@ def publish_pipeline(config, step, device, weights, prompts, card):
             if not flags[0]:
                 images[0].save(beside / "samples" / f"{index}.png")
         shutil.copy(Path(config["work_dir"]) / LOG, beside / "training_log.jsonl")
-        text = card(config, step, sorted((beside / "samples").iterdir()))
+        text = card(config, step, sorted((beside / "samples").iterdir())) + validation.copy_to_card(config, beside)
         (beside / "README.md").write_text(text, encoding="utf-8")
         checkpoint.publish(beside, config["output_dir"], step=step, settings=config["settings"])
 

@@ -93,6 +93,7 @@ def _add_data_flags(parser):
     group.add_argument("--experiment_name", help="folder in it for checkpoints and logs; default: OUTPUT_DIR.work")
     group.add_argument("--overwrite", action="store_true", help="drop an earlier run of other settings")
     group.add_argument("--sample_prompts", action="append", default=[], help="drawn for the model card; repeatable")
+    group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help="of the pictures of those")
 
 
 def _add_training_flags(parser):

@@ -114,7 +114,12 @@ step_4() { # fine-tune the text encoder and the UNet
         --unique_token "$UNIQUE_TOKEN" \
         --lr "$LR" \
         --max_train_steps "$MAX_TRAIN_STEPS" \
+        --validation_prompts "$INSTANCE_PROMPT" \
+        --validation_prompts "$CLASS_PROMPT" \
+        --validation_steps "$((MAX_TRAIN_STEPS / 4))" \
+        --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}"
+    echo "What it drew meanwhile: $TUNED_MODEL_DIR/validation/strip.png" >&2
 }
 
 step_5() { # draw the subject

@@ -20,6 +20,7 @@ import cli
 import driver
 import parallel
 import training
+import validation
 from cli import BadInput
 from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
 from model_card import dreambooth_card, publish_pipeline
@@ -97,6 +98,12 @@ def _add_training_flags(parser):
     _add_switch(group, "train_text_encoder", True, "train the text encoder too")
     group.add_argument("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of crops, order and noise")
+
+    group = parser.add_argument_group("pictures while it trains, and on the model card")
+    group.add_argument("--validation_prompts", action="append", default=[], help="what to draw meanwhile; repeatable")
+    group.add_argument("--validation_steps", type=cli.positive_int, default=100, help="steps between drawings")
+    group.add_argument("--num_validation_images", type=cli.positive_int, default=4, help="pictures of each prompt")
+    group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help="of all these pictures")
 
     group = parser.add_argument_group("checkpoints and logs")
     group.add_argument("--checkpointing_steps", type=cli.positive_int, default=200, help="steps between checkpoints")
@@ -190,6 +197,9 @@ def prepare(config, place):
     num_timesteps = noise_scheduler.config.num_train_timesteps
     batches = Batches(config["posteriors_dir"], Pairs(**config["pairs"]), *prompts, config["seed"], num_timesteps)
     num_pairs = config["train_batch_size"]
+    draws = place.rank == 0 and config["validation_prompts"]
+    in_memory = {"text_encoder": frozen_text_encoder, **modules}
+    painter = validation.Painter(config, in_memory, place, dtype) if draws else None
 
     def batch(step, micro):
         first_pair = (micro * place.world_size + place.rank) * num_pairs
@@ -213,6 +223,7 @@ def prepare(config, place):
         dtype=dtype,
         saves=place.rank == 0,
         write=partial(parallel.write_state, modules=modules, optimizer=optimizer.adamw),
+        draw=painter.draw if painter else lambda step: {},
     )
 
 
@@ -242,6 +253,8 @@ def read_inputs(args):
     args.resolution = args.resolution or model_resolution(args.model_dir)
     check_resolution(args.model_dir, "--resolution", args.resolution)
     check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
+    for prompt in args.validation_prompts:
+        cli.check_text("--validation_prompts", prompt)
     others = ("work_dir", "model_dir", "instance_images_dir", "class_images_dir")
     checkpoint.check_apart(args.output_dir, **{name: getattr(args, name) for name in others})
     for name in ("output_dir", "work_dir"):
@@ -280,7 +293,7 @@ def pick_images(args):
 
 def check_needs(args, pairs):
     """Check, before a model is loaded, its files and the room on the disk; say what of a prompt is not read."""
-    say_what_is_cut(args.model_dir, [args.instance_prompt, args.class_prompt or ""])
+    say_what_is_cut(args.model_dir, [args.instance_prompt, args.class_prompt or "", *args.validation_prompts])
     cells = (args.resolution // pixel_factor(args.model_dir)) ** 2
     cache = pairs.num_rows * cells * read_config(args.model_dir, "vae")["latent_channels"] * 2 * 2  # float16 mean, std
     trained = ("unet", "text_encoder")[: 1 + args.train_text_encoder]

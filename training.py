@@ -125,6 +125,11 @@ class StepLog:
         for name, value in values.items():
             self.tensorboard.add_scalar(name, value, step)
 
+    def show(self, step, pictures):
+        """Send {name: picture [H, W, 3]} to TensorBoard."""
+        for name, picture in pictures.items():
+            self.tensorboard.add_image(name, picture, step, dataformats="HWC")
+
     def close(self):
         self.tensorboard.close()
 
@@ -158,7 +163,8 @@ class Run:
     """What a worker trains with: of the script, what `train_steps` calls.
 
     batch(step, micro): the tensors of a batch; losses(batch): those named `loss_names`, the first is minimised.
-    after_step(step): what follows each step; validate(step): further figures to log at it, or none.
+    after_step(step): what follows each step; validate(step): further figures to log at it, or none;
+    draw(step): pictures to show at it by name, or none, on the worker of rank 0.
     saves: whether this worker takes part in saving; write(folder): writes its part of a checkpoint.
     """
 
@@ -173,6 +179,7 @@ class Run:
     write: Callable
     after_step: Callable = lambda step: None
     validate: Callable = lambda step: {}
+    draw: Callable = lambda step: {}
 
 
 def make_optimizer(config, modules, place, dtype, folder):
@@ -219,6 +226,8 @@ def train_steps(run, config, place):
 
     step, last, stopping = run.step, config["max_train_steps"], False
     log = StepLog(config["work_dir"], step) if place.rank == 0 else None
+    if log:
+        log.show(step, run.draw(step))
     while step < last and not stopping:
         torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
         losses = accumulate_gradients(run, step, config, place)
@@ -242,6 +251,8 @@ def train_steps(run, config, place):
         stopping = asks and place.any(stop_asked(config))
         if run.saves and (is_saved or (stopping and is_good)):
             save(run, step, config, place)
+        if log:
+            log.show(step, run.draw(step))
     if log:
         log.close()
     return step

@@ -115,8 +115,11 @@ def load_models(model_dir, names, dtype, checkpoint=None):
     return models
 
 
-def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True):
-    """Return the pipeline of a model folder, weights in `dtype`, checked; modules of `checkpoint` replace its own."""
+def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True, modules=None):
+    """Return the pipeline of a model folder, weights in `dtype`, checked; modules of `checkpoint` replace its own.
+
+    modules: {name: module} that are in memory already, taken as they are.
+    """
     from diffusers import DiffusionPipeline
 
     from model_folder import components, read_index, weights_variant
@@ -128,7 +131,8 @@ def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True):
         for name, (library, _) in components(index).items()
         if library in ("diffusers", "transformers") and any(Path(model_dir, name).glob("*.safetensors"))
     ]
-    replaced = load_models(model_dir, names, dtype, checkpoint)
+    own = modules or {}
+    replaced = own | load_models(model_dir, [name for name in names if name not in own], dtype, checkpoint)
     if not safety_checker and "safety_checker" in index:
         replaced |= {"safety_checker": None, "requires_safety_checker": False}
     pipeline = DiffusionPipeline.from_pretrained(

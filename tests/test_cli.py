@@ -282,6 +282,16 @@ PRETRAIN_FLAGS = """
     batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
     snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
     checkpoints_total_limit log_every num_data_loading_workers prefetch_batches max_failures strategy fsdp_sharding
+    guidance_scale
+"""
+
+
+TRAIN_FLAGS = """
+    work_dir instance_images_dir class_images_dir skip_bad_images instance_prompt class_prompt unique_token resolution
+    random_crop random_flip max_variants train_batch_size gradient_accumulation_steps num_epochs max_train_steps lr
+    lr_scheduler lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay train_text_encoder
+    gradient_checkpointing seed validation_prompts validation_steps num_validation_images guidance_scale
+    checkpointing_steps checkpoints_total_limit log_every max_failures
 """
 
 
@@ -298,6 +308,7 @@ EVALUATE_FLAGS = """
         ("pretrain", PRETRAIN_FLAGS + RAW_FLAGS),
         ("preprocess", f"input resolutions seed {RAW_FLAGS}"),
         ("evaluate", EVALUATE_FLAGS),
+        ("train", TRAIN_FLAGS),
     ],
 )
 def test_the_flags_are_frozen(monkeypatch, name, flags):

@@ -30,7 +30,7 @@ def command(pretrain_command):
 
 @pytest.fixture(autouse=True)
 def short_sampling(monkeypatch):
-    monkeypatch.setattr("model_card.CARD_STEPS", 2)
+    monkeypatch.setattr("validation.NUM_INFERENCE_STEPS", 2)
 
 
 def weights(folder):

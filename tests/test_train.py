@@ -56,7 +56,7 @@ def command(tiny_model, photos, class_images, tmp_path):
 def no_card_images(monkeypatch):
     """Draw one sample image in two steps: the card's own numbers would take most of the time of these tests."""
     monkeypatch.setattr("train.CARD_IMAGES", 1)
-    monkeypatch.setattr("model_card.CARD_STEPS", 2)
+    monkeypatch.setattr("validation.NUM_INFERENCE_STEPS", 2)
 
 
 def weights(folder):
