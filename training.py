@@ -76,7 +76,9 @@ class Optimizer:
         steps = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
         self.lr_factor = get_scheduler(name, self.adamw, **steps).lr_lambdas[0]
         self.max_grad_norm = max_grad_norm
-        self.bad_steps, self.max_bad_steps = 0, MAX_BAD_STEPS_FP16 if fp16 else MAX_BAD_STEPS
+        self.is_sharded = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
+        self.max_bad_steps = MAX_BAD_STEPS_FP16 if fp16 else MAX_BAD_STEPS
+        self.bad_steps = torch.zeros((), device=device)  # in a row; read seldom, for that waits for the device
 
     def lr(self, step):
         """Return the learning rate of the step after `step` steps."""
@@ -86,7 +88,7 @@ class Optimizer:
         """Clip and apply the gradients and return their norm before clipping; one that is not finite is not applied.
 
         step: steps taken before this one; the learning rate is a function of it.
-        The gradients, and so the decision, are the same on all workers. Raises CheckFailed after a few in a row.
+        The gradients, and so the decision, are the same on all workers, and nothing waits for the device to make it.
         """
         import torch
 
@@ -95,15 +97,25 @@ class Optimizer:
         self.scaler.unscale_(self.adamw)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
-        finite = bool(torch.isfinite(grad_norm))
-        if finite or self.scaler.is_enabled():
+        bad = (~torch.isfinite(grad_norm)).float()
+        if self.scaler.is_enabled():
             self.scaler.step(self.adamw)
+        elif not self.is_sharded:
+            self.adamw.found_inf = bad  # the fused kernel then leaves weights and averages as they are
+            self.adamw.step()
+        elif not bad:  # that kernel knows no sharded weights
+            self.adamw.step()
         self.scaler.update()
         self.adamw.zero_grad(set_to_none=True)
-        self.bad_steps = 0 if finite else self.bad_steps + 1
-        if self.bad_steps > self.max_bad_steps:
-            raise CheckFailed(f"{DIVERGED}: {self.bad_steps} steps with a gradient that is not finite; {REMEDY}")
+        self.bad_steps = (self.bad_steps + 1) * bad
         return grad_norm
+
+    def is_good(self):
+        """Return whether the last step was applied; raise CheckFailed where a few in a row were not."""
+        bad_steps = int(self.bad_steps)
+        if bad_steps > self.max_bad_steps:
+            raise CheckFailed(f"{DIVERGED}: {bad_steps} steps with a gradient that is not finite; {REMEDY}")
+        return bad_steps == 0
 
 
 class StepLog:
@@ -239,17 +251,18 @@ def train_steps(run, config, place):
         if is_logged:
             values |= dict(zip(run.loss_names, place.mean(losses).tolist(), strict=True))
             values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
+        # All workers must agree to stop; on GPUs they do so at logged steps alone, for they wait for each other there.
+        asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
+        stopping = asks and place.any(stop_asked(config))
+        is_due = step == last or step % config["checkpointing_steps"] == 0 or stopping
         # Not while steps are skipped: each time that the command is run again would go a few steps further.
-        is_good = run.optimizer.bad_steps == 0
-        is_saved = step == last or (step % config["checkpointing_steps"] == 0 and is_good)
+        is_good = run.optimizer.is_good() if is_due or is_logged or place.device.type == "cpu" else None
+        is_saved = is_due and (is_good or step == last)
         if place.rank == 0 and (values or is_saved):
             checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
         if log and values:
             log.write(step, **values)
-        # All workers must agree on it; on GPUs they do so at logged steps alone, for it makes them wait for each other.
-        asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
-        stopping = asks and place.any(stop_asked(config))
-        if run.saves and (is_saved or (stopping and is_good)):
+        if run.saves and is_saved:
             save(run, step, config, place)
         if log:
             log.show(step, run.draw(step))

@@ -39,6 +39,7 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--max_train_steps", type=int, default=20)
     parser.add_argument("--log_every", type=int, default=5, help="steps between the lines that are timed")
+    parser.add_argument("--report_every", type=int, default=1, help="steps between reports to Ray; 0: none")
     parser.add_argument("--prompts", action="append", default=[])
     parser.add_argument("--num_samples_per_prompt", type=int, default=4)
     parser.add_argument("--num_inference_steps", type=int, default=50)
@@ -93,7 +94,8 @@ def train_function(config):
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             step += 1
-            ray.train.report({"step": step, "loss": loss.item()})
+            if config["report_every"] and step % config["report_every"] == 0:
+                ray.train.report({"step": step, "loss": loss.item()})
             if log and step % config["log_every"] == 0:
                 with log.open("a") as file:
                     file.write(json.dumps({"step": step}) + "\n")

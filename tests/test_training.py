@@ -30,18 +30,37 @@ def test_clipping_clips_even_what_came_as_a_generator():
 
 def test_a_gradient_that_is_not_finite_is_skipped_then_ends_the_run():
     weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = make_optimizer([weight])
-    for _ in range(training.MAX_BAD_STEPS):
-        weight.grad = torch.tensor([1.0, float("nan"), 1.0])
-        optimizer.step(0)
-        assert torch.equal(weight, torch.ones(3))
+    optimizer = make_optimizer([weight], weight_decay=0.1)
     weight.grad = torch.ones(3)
     optimizer.step(0)
-    assert not torch.equal(weight, torch.ones(3)) and optimizer.bad_steps == 0
+    assert optimizer.is_good()
+    before = weight.clone(), {name: value.clone() for name, value in optimizer.adamw.state[weight].items()}
+    for bad in (float("nan"), float("inf"), float("-inf"), float("nan"), float("inf")):
+        weight.grad = torch.tensor([1.0, bad, 1.0])
+        optimizer.step(1)
+        assert not optimizer.is_good() and torch.equal(weight, before[0])
+        assert all(torch.equal(value, before[1][name]) for name, value in optimizer.adamw.state[weight].items())
+    weight.grad = torch.ones(3)
+    optimizer.step(1)
+    assert not torch.equal(weight, before[0]) and optimizer.is_good()
+    for _ in range(training.MAX_BAD_STEPS + 1):
+        optimizer.is_good()
+        weight.grad = torch.full((3,), float("inf"))
+        optimizer.step(0)
     with pytest.raises(cli.CheckFailed, match="diverged"):
-        for _ in range(training.MAX_BAD_STEPS + 1):
-            weight.grad = torch.full((3,), float("inf"))
+        optimizer.is_good()
+
+
+def test_skipped_steps_leave_the_others_as_they_would_be_without_them():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [make_optimizer([weight]) for weight in weights]
+    for step, bad in enumerate((True, False, True, False, False)):
+        for weight, optimizer, skips in zip(weights, optimizers, (False, True), strict=True):
+            if bad and not skips:
+                continue
+            weight.grad = torch.full((3,), float("nan")) if bad else torch.arange(3.0) + step
             optimizer.step(0)
+    assert torch.equal(*weights)
 
 
 def test_learning_rate_is_a_function_of_the_step():
