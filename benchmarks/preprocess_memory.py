@@ -64,6 +64,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[2000, 20000], help="sizes of the data")
     parser.add_argument("--size", type=int, default=96, help="pixels a side of the raw images")
-    parser.add_argument("--model_dir", default="models/emoji-interim", help="model that encodes")
+    parser.add_argument("--model_dir", default="models/emoji-64", help="model that encodes")
     parser.add_argument("--num_workers", type=int, default=1, help="as of preprocess.py")
     main(parser.parse_args())

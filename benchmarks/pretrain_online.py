@@ -61,6 +61,6 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=2000, help="of the data")
     parser.add_argument("--size", type=int, default=96, help="pixels a side of the raw images")
     parser.add_argument("--batch_size", type=int, default=16, help="rows a worker takes")
-    parser.add_argument("--model_dir", default="models/emoji-interim", help="model whose UNet is trained")
+    parser.add_argument("--model_dir", default="models/emoji-64", help="model whose UNet is trained")
     parser.add_argument("--num_workers", type=int, default=0, help="as of pretrain.py")
     main(parser.parse_args())

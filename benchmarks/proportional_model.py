@@ -12,7 +12,7 @@ import time
 
 from common import ROOT
 
-EMBEDDED = "models/emoji-interim"
+EMBEDDED = "models/emoji-64"
 VAE_CHANNELS = (48, 64, 128, 128)
 UNET_CHANNELS = (64, 96, 160, 160)
 

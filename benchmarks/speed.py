@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import ROOT
 
-EMBEDDED, SUBJECT = "models/emoji-interim", "assets/subject"
+EMBEDDED, SUBJECT = "models/emoji-64", "assets/subject"
 PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
 LOG_EVERY = 5
 
@@ -112,14 +112,19 @@ def train_published_embedded(args, folder):
         yield ours, theirs
 
 
-def train_published_proportional(args, folder):
+def train_published_proportional(args, folder, *flags):
     """Steps/s of train.py over the published loop, random weights in Stable Diffusion's proportions."""
     run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
     inputs = Inputs(folder, folder / "model")
     for _ in range(args.repeats):
         ours, _ = train(inputs, 40, "--num_workers", 1)
-        theirs, _ = train_as_published(inputs, 40, "--cpus_per_worker", 2)
+        theirs, _ = train_as_published(inputs, 40, "--cpus_per_worker", 2, *flags)
         yield ours, theirs
+
+
+def train_published_silent(args, folder):
+    """The same over the published loop without its report to Ray in every step, which waits up to two seconds."""
+    yield from train_published_proportional(args, folder, "--report_every", 0)
 
 
 def train_bare_embedded(args, folder):
@@ -204,6 +209,7 @@ ROWS = {
     for row in (
         train_published_embedded,
         train_published_proportional,
+        train_published_silent,
         train_bare_embedded,
         two_workers,
         class_images,

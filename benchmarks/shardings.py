@@ -1,0 +1,98 @@
+"""Do DDP and each FSDP sharding train alike, and does a run survive a worker's death and another number of workers?
+
+Trains the embedded model's UNet on two workers with each, 20 steps; kills a worker at step 11; and lets one worker go
+on from a checkpoint of two, on other rows: what it sees depends on the number of workers.
+
+    python benchmarks/shardings.py
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from common import ROOT, write_data
+
+STEPS, KILL_AT = 20, 11
+WAYS = {"ddp": ("--strategy", "ddp")} | {
+    name: ("--strategy", "fsdp", "--fsdp_sharding", name)
+    for name in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+}
+
+
+def read_losses(output):
+    """Return {step: loss} of a run."""
+    path = Path(f"{output}.work/log.jsonl")
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def read_weights(output):
+    """Return the bytes of the UNet that a run published."""
+    return b"".join(path.read_bytes() for path in sorted(Path(output, "unet").glob("*.safetensors")))
+
+
+def pretrain(args, data, output, *flags, kill=False, num_workers=2, steps=STEPS):
+    """Run pretrain.py, with a SIGKILL of one of its workers on the way if `kill` says so; return its output folder."""
+    command = [sys.executable, "pretrain.py", "--data", data, "--model_dir", args.model_dir, "--output_dir", output,
+               "--init_from_pretrained", "--max_steps", steps, "--batch_size_per_worker", 8 // num_workers,
+               "--lr_warmup_steps", 5, "--log_every", 1, "--checkpointing_steps", 5, "--num_workers", num_workers,
+               *flags]  # fmt: skip
+    with tempfile.TemporaryFile("w+") as errors:
+        running = psutil.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+        while running.poll() is None:
+            if kill and len(read_losses(output)) >= KILL_AT:
+                tree = running.children(recursive=True)
+                next(each for each in tree if "RayTrainWorker" in " ".join(each.cmdline())).send_signal(signal.SIGKILL)
+                kill = False
+            time.sleep(0.02)
+        if running.returncode or kill:
+            errors.seek(0)
+            sys.exit(f"{command} ended with {running.returncode}: {errors.read()[-2000:]}")
+    return output
+
+
+def largest_difference(one, other):
+    """Return the largest difference of the losses of two runs, step by step."""
+    one, other = read_losses(one), read_losses(other)
+    assert one.keys() == other.keys() == set(range(1, STEPS + 1)), (len(one), len(other))
+    return max(abs(one[step] - other[step]) for step in one)
+
+
+def main(args):
+    """Run all, print a line for each, then one JSON line."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder) / "raw", 320, 64)
+        command = ["--input", f"{folder}/raw", "--output_dir", f"{folder}/latents", "--num_workers", "0"]
+        command = [sys.executable, "preprocess.py", "--model_dir", args.model_dir, "--rows_per_file", "32", *command]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        data, result = f"{folder}/latents", {}
+        for name, flags in WAYS.items():
+            pretrain(args, data, f"{folder}/{name}", *flags)
+            result[name] = largest_difference(f"{folder}/ddp", f"{folder}/{name}")
+            print(f"{name:14s} losses of {STEPS} steps within {result[name]:.1e} of ddp's", flush=True)
+        for name in ("ddp", "FULL_SHARD"):
+            killed = pretrain(args, data, f"{folder}/killed-{name}", *WAYS[name], kill=True)
+            equal = read_weights(killed) == read_weights(f"{folder}/{name}")
+            result[f"killed_{name}"] = equal
+            found = "bit-equal" if equal else "DIFFER"
+            print(f"{name:14s} a worker killed at step {KILL_AT}: weights {found}", flush=True)
+        pretrain(args, data, f"{folder}/fewer", *WAYS["FULL_SHARD"], steps=10)
+        pretrain(args, data, f"{folder}/fewer", num_workers=1)
+        losses = [read_losses(f"{folder}/{name}") for name in ("fewer", "ddp")]
+        one, two = (statistics.mean(each[step] for step in range(11, STEPS + 1)) for each in losses)
+        result["two_workers_then_one"] = [one, two]
+        print(f"FULL_SHARD for 10 steps, then one worker: mean loss of the others {one:.3f}; two workers' {two:.3f}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_dir", default="models/emoji-64", help="model whose UNet is trained")
+    main(parser.parse_args())
