@@ -4,7 +4,7 @@ Reads a model folder, or a repository of the Hugging Face hub. Writes the hub's 
 (nothing for a folder); the last line of stdout is the model's folder. A model of a pinned commit that is there already
 needs no network.
 
-    python cache_model.py --model_name models/emoji-interim --model_dir data/model-orig
+    python cache_model.py --model_name models/emoji-64 --model_dir data/model-orig
     python cache_model.py --model_name CompVis/stable-diffusion-v1-4 --model_dir data/model-orig \\
         --revision b95be7d6f134c3a9e62ee616f310733567f069ce
 """

@@ -5,7 +5,7 @@ evaluation.json and report.html there. Run the command again to continue: no pic
 those of DreamBooth (arXiv 2208.12242, section 4); prompts/objects.txt and prompts/living.txt are its 25 prompts each,
 from its data set (CC-BY 4.0).
 
-    python evaluate.py --model_dir data/model-tuned --base_model_dir models/emoji-interim \\
+    python evaluate.py --model_dir data/model-tuned --base_model_dir models/emoji-64 \\
         --instance_images_dir assets/subject --class_images_dir data/images-reg \\
         --instance_prompt "a 3d emoji of a unqtkn cat" --class_prompt "a 3d emoji of a cat" \\
         --prompts_file prompts/emoji.txt --num_inference_steps 25 --guidance_scale 3 \\
@@ -24,7 +24,7 @@ import checkpoint
 import cli
 from cli import BadInput, ToolError
 from dataset import check_images, find_images
-from drawing import SAMPLER, check_model_and_sampler, draw_folder, image_name, read_metadata
+from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folder, image_name, read_metadata
 from encoders import digest_encoder, embed, find_encoder
 from measures import FEWEST_PHOTOS, MEASURES, SMALLEST_SET, measure, nearest
 from model_folder import check_pipeline, read_config, read_index
@@ -91,11 +91,7 @@ def _add_picture_flags(parser):
     group.add_argument("--num_samples_per_prompt", type=cli.positive_int, default=4, help="pictures of each prompt")
     group.add_argument("--num_class_images", type=cli.positive_int, default=100, help="class pictures, at most")
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of the pictures and of the intervals")
-    group.add_argument("--num_inference_steps", type=cli.positive_int, default=50, help="denoising steps a picture")
-    group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help="weight of the prompt")
-    group.add_argument("--negative_prompt", default="", help="what not to draw")
-    group.add_argument("--height", type=cli.positive_int, help="pixels; default: the model's own")
-    group.add_argument("--width", type=cli.positive_int, help="pixels; default: the model's own")
+    add_sampler_flags(group)
 
 
 def _limit(text):

@@ -3,7 +3,7 @@
 Reads Parquet (bytes, paths or URLs), a folder with metadata.jsonl, or WebDataset tars, on disks and in object stores;
 writes float16 latents (mean and std), caption embeddings and captions. Run the command again to continue.
 
-    python preprocess.py --input data/emoji/dataset --model_dir models/emoji-interim --output_dir data/latents
+    python preprocess.py --input data/emoji/dataset --model_dir models/emoji-64 --output_dir data/latents
     python preprocess.py --input s3://bucket/laion --model_dir MODEL --output_dir s3://bucket/latents \\
         --resolutions 256 512
 """

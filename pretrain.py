@@ -4,7 +4,7 @@ Reads a model folder (VAE, text encoder, scheduler, the UNet's configuration) an
 --online raw data; writes the whole pipeline to --output_dir, checkpoints and logs to --storage_path. Run the command
 again to continue.
 
-    python pretrain.py --data data/latents --model_dir models/emoji-interim --output_dir data/base --max_steps 20 \\
+    python pretrain.py --data data/latents --model_dir models/emoji-64 --output_dir data/base --max_steps 20 \\
         --batch_size_per_worker 8 --num_workers 0
     python pretrain.py --data s3://bucket/latents --model_dir MODEL --output_dir data/base --resolution 256 \\
         --strategy fsdp --fsdp_sharding SHARD_GRAD_OP

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+import validation
 from checkpoint import SHA256, write_bytes
 from dataset import read_image
 from measures import MEASURES, are_apart
@@ -16,6 +17,7 @@ from training import read_log
 TEMPLATE = "report.html.jinja"
 SIDES = ((120, 256), (400, 160), (None, 96))  # pictures on the page, at most, and the longer side of each in pixels
 SHOWN_PHOTOS, SHOWN_CLASS_IMAGES, SHOWN_CLOSEST = 24, 24, 12
+STRIP_SIDE = 1400  # pixels of its longer side, at most
 QUALITY = 80  # of WebP
 SMOOTHED = 10  # a tenth of the logged steps
 FAINT, DARK = "#a9b8cf", "#1d4f91"
@@ -42,6 +44,7 @@ def write_report(path, evaluation, sets, models, command):
         settings={name: shorten(value) for name, value in shown.items()},
         command=format_command(command),
         plot=plot_training(read_log(Path(models["tuned"]) / "training_log.jsonl")),
+        strip=show_strip(Path(models["tuned"], validation.FOLDER, validation.STRIP)),
         **show_pictures(evaluation["details"], sets),
     )
     write_bytes(path, page.encode())
@@ -159,6 +162,13 @@ def smooth(values):
         sums = weight * sums + (value, 1)
         smoothed.append(sums[0] / sums[1])
     return smoothed
+
+
+def show_strip(path):
+    """Return the strip that train.py --validation_prompts drew, as `show` does, or None where there is none."""
+    if not path.is_file():
+        return None
+    return show(path, "Pictures of the same prompts and seeds, a row for each step", STRIP_SIDE)
 
 
 def plot_training(log):

@@ -13,7 +13,7 @@ CLASS_NAME=${CLASS_NAME:-cat}
 UNIQUE_TOKEN=${UNIQUE_TOKEN:-unqtkn}
 
 # The model: a name on the Hugging Face hub at a commit, or a local folder.
-ORIG_MODEL_NAME=${ORIG_MODEL_NAME:-models/emoji-interim}
+ORIG_MODEL_NAME=${ORIG_MODEL_NAME:-models/emoji-64}
 ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-b95be7d6f134c3a9e62ee616f310733567f069ce}
 
 # Where everything goes.
@@ -116,7 +116,7 @@ step_4() { # fine-tune the text encoder and the UNet
         --max_train_steps "$MAX_TRAIN_STEPS" \
         --validation_prompts "$INSTANCE_PROMPT" \
         --validation_prompts "$CLASS_PROMPT" \
-        --validation_steps "$((MAX_TRAIN_STEPS / 4))" \
+        --validation_steps "$(((MAX_TRAIN_STEPS + 3) / 4))" \
         --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}"
     echo "What it drew meanwhile: $TUNED_MODEL_DIR/validation/strip.png" >&2

@@ -4,7 +4,7 @@ Reads a model folder (what cache_model.py printed, or train.py wrote), writes PN
 depends on the model, the prompt, the seed, its index and the sampler's settings alone. Run the command again to
 continue: only images that are missing or broken are drawn.
 
-    python run_model.py --model_dir models/emoji-interim --prompts "a 3d emoji of a dog" --output_dir data/try
+    python run_model.py --model_dir models/emoji-64 --prompts "a 3d emoji of a dog" --output_dir data/try
     python run_model.py --model_dir MODEL --prompts "photo of a dog" --num_samples_per_prompt 200 --output_dir data/reg
 """
 
@@ -17,7 +17,6 @@ from cli import (
     add_shared_flags,
     check_text,
     make_parser,
-    non_negative_float,
     placement,
     pool_size,
     positive_int,
@@ -25,7 +24,7 @@ from cli import (
     run,
     seed,
 )
-from drawing import SAMPLER, check_model_and_sampler, draw_folder
+from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folder
 
 
 def parse_args(argv=None):
@@ -44,12 +43,7 @@ def parse_args(argv=None):
     group.add_argument("--seed", type=seed, default=0, help="seed of the images")
     group.add_argument("--overwrite", action="store_true", help="redraw images of other settings")
 
-    group = parser.add_argument_group("sampler")
-    group.add_argument("--num_inference_steps", type=positive_int, default=50, help="denoising steps an image")
-    group.add_argument("--guidance_scale", type=non_negative_float, default=7.5, help="weight of the prompt")
-    group.add_argument("--negative_prompt", default="", help="what not to draw")
-    group.add_argument("--height", type=positive_int, help="pixels; default: the model's own")
-    group.add_argument("--width", type=positive_int, help="pixels; default: the model's own")
+    add_sampler_flags(parser.add_argument_group("sampler"))
 
     group = add_shared_flags(parser)
     group.add_argument("--batch_size", type=positive_int, default=4, help="images an actor draws at a time")

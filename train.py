@@ -3,7 +3,7 @@
 Reads a model folder, the subject's photos and images of its class (run_model.py draws them); writes the tuned pipeline
 to --output_dir, and checkpoints, cached latents and logs to --work_dir. Run the command again to continue.
 
-    python train.py --model_dir models/emoji-interim --output_dir data/tuned --instance_images_dir assets/subject \\
+    python train.py --model_dir models/emoji-64 --output_dir data/tuned --instance_images_dir assets/subject \\
         --instance_prompt "a 3d emoji of a unqtkn cat" --prior_loss_weight 0 --max_train_steps 20 --num_workers 0
     python train.py --model_dir MODEL --output_dir data/tuned --instance_images_dir photos \\
         --class_images_dir data/reg --instance_prompt "photo of unqtkn dog" --class_prompt "photo of a dog"

@@ -147,19 +147,30 @@ def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True, module
     return pipeline
 
 
-def draw_images(pipeline, prompt, seeds, **sampler):
-    """Return (PIL images, whether the safety checker flagged each) of one prompt, an image a seed, in one batch."""
+def draw_images(pipeline, prompt, seeds, sampler="model", **options):
+    """Return (PIL images, whether the safety checker flagged each) of one prompt, an image a seed, in one batch.
+
+    sampler: `model`, the scheduler that the pipeline has, or `dpm++`, DPM-Solver++ of second order (arXiv 2211.01095)
+    on the same noise schedule, which needs half the steps or fewer.
+    """
     import torch
+    from diffusers import DPMSolverMultistepScheduler
 
     count = len(seeds)
-    negative_prompt = sampler.pop("negative_prompt", "") or None
-    with torch.inference_mode():
-        output = pipeline(
-            [prompt] * count,
-            negative_prompt=negative_prompt and [negative_prompt] * count,
-            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-            **sampler,
-        )
+    negative_prompt = options.pop("negative_prompt", "") or None
+    own = getattr(pipeline, "scheduler", None)
+    if sampler == "dpm++":
+        pipeline.scheduler = DPMSolverMultistepScheduler.from_config(own.config)
+    try:
+        with torch.inference_mode():
+            output = pipeline(
+                [prompt] * count,
+                negative_prompt=negative_prompt and [negative_prompt] * count,
+                generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+                **options,
+            )
+    finally:
+        pipeline.scheduler = own
     return output.images, getattr(output, "nsfw_content_detected", None) or [False] * count
 
 

@@ -286,6 +286,10 @@ PRETRAIN_FLAGS = """
 """
 
 
+RUN_MODEL_FLAGS = """
+    checkpoint no_safety_checker prompts prompts_file num_samples_per_prompt seed sampler num_inference_steps
+    guidance_scale negative_prompt height width batch_size
+"""
 TRAIN_FLAGS = """
     work_dir instance_images_dir class_images_dir skip_bad_images instance_prompt class_prompt unique_token resolution
     random_crop random_flip max_variants train_batch_size gradient_accumulation_steps num_epochs max_train_steps lr
@@ -297,8 +301,8 @@ TRAIN_FLAGS = """
 
 EVALUATE_FLAGS = """
     base_model_dir instance_images_dir class_images_dir skip_bad_images no_safety_checker instance_prompt class_prompt
-    unique_token class_name prompts_file num_samples_per_prompt num_class_images seed num_inference_steps guidance_scale
-    negative_prompt height width clip_model dino_model memorised_above fail_under batch_size
+    unique_token class_name prompts_file num_samples_per_prompt num_class_images seed sampler num_inference_steps
+    guidance_scale negative_prompt height width clip_model dino_model memorised_above fail_under batch_size
 """
 
 
@@ -309,6 +313,7 @@ EVALUATE_FLAGS = """
         ("preprocess", f"input resolutions seed {RAW_FLAGS}"),
         ("evaluate", EVALUATE_FLAGS),
         ("train", TRAIN_FLAGS),
+        ("run_model", RUN_MODEL_FLAGS),
     ],
 )
 def test_the_flags_are_frozen(monkeypatch, name, flags):

@@ -141,6 +141,14 @@ def test_every_picture_loads_from_the_page_and_has_a_text(make_page, tmp_path):
     assert kinds.count("svg+xml") == 1
 
 
+def test_the_strip_of_the_training_is_shown_where_there_is_one(make_page, tmp_path):
+    count = len(make_page().all("img"))
+    (tmp_path / "tuned" / "validation").mkdir()
+    Image.new("RGB", (600, 300), "red").save(tmp_path / "tuned" / "validation" / "strip.png")
+    images = make_page().all("img")
+    assert len(images) == count + 1 and "a row for each step" in images[-1]["alt"]
+
+
 def test_what_the_page_says(make_page, tmp_path):
     text = make_page(command=["python", "evaluate.py", "--seed", "3"]).text
     for about in MEASURES.values():

@@ -365,6 +365,7 @@ def test_a_record_says_how_an_image_was_made(reference, tiny_model):
             "seed": image_seed(0, index),
             "base_seed": 0,
             "redraws": 0,
+            "sampler": "model",
             "num_inference_steps": 3,
             "guidance_scale": 7.5,
             "negative_prompt": "",
@@ -561,7 +562,8 @@ def test_a_flagged_image_is_redrawn_with_the_next_seed(draw, drawn, tmp_path):
         json.dumps(
             [
                 "a cat",
-                {"num_inference_steps": 2, "guidance_scale": 7.5, "negative_prompt": "", "height": None, "width": None},
+                {"sampler": "model", "num_inference_steps": 2, "guidance_scale": 7.5, "negative_prompt": ""}
+                | {"height": None, "width": None},
             ],
             sort_keys=True,
         ).encode()
@@ -660,3 +662,12 @@ def test_a_models_own_safety_checker_is_on_until_it_is_turned_off(tiny_model, tm
     assert not list((tmp_path / "out").glob("*.png"))
     draw_tiny(model, tmp_path / "off", "--no_safety_checker")
     assert len(list((tmp_path / "off").glob("*.png"))) == len(records_of(tmp_path / "off")) == 5
+
+
+def test_dpm_solver_is_refused_where_it_cannot_replace_the_models_own(tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    index = json.loads((model / "model_index.json").read_text())
+    index["scheduler"][1] = "FlowMatchEulerDiscreteScheduler"
+    (model / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(cli.BadInput, match="--sampler dpm"):
+        draw_tiny(model, tmp_path / "out", "--sampler", "dpm++")

@@ -423,6 +423,37 @@ def test_images_are_drawn_in_one_batch_from_their_seeds():
     ]
 
 
+def test_dpm_solver_draws_as_diffusers_does_and_gives_the_scheduler_back(tiny_model):
+    from diffusers import DPMSolverMultistepScheduler
+
+    pipeline = utils.load_pipeline(tiny_model, torch.float32)
+    own = pipeline.scheduler
+    sampler = {"num_inference_steps": 3, "guidance_scale": 2.0}
+    found = np.asarray(draw_images(pipeline, "a cat", [5], sampler="dpm++", **sampler)[0][0])
+    assert pipeline.scheduler is own
+    pipeline.scheduler = DPMSolverMultistepScheduler.from_config(own.config)
+    expected = pipeline("a cat", generator=torch.Generator().manual_seed(5), **sampler).images[0]
+    assert np.array_equal(found, np.asarray(expected))
+    pipeline.scheduler = own
+    assert not np.array_equal(found, np.asarray(draw_images(pipeline, "a cat", [5], **sampler)[0][0]))
+
+
+def test_the_scheduler_comes_back_after_an_error():
+    from diffusers import DDIMScheduler
+
+    class Pipeline:
+        scheduler = own = DDIMScheduler()
+
+        def __call__(self, *arguments, **options):
+            assert self.scheduler is not self.own
+            raise KeyError("x")
+
+    pipeline = Pipeline()
+    with pytest.raises(KeyError):
+        draw_images(pipeline, "a cat", [5], sampler="dpm++")
+    assert pipeline.scheduler is pipeline.own
+
+
 @pytest.mark.parametrize(
     "output", [SimpleNamespace(images=[1, 2]), SimpleNamespace(images=[1, 2], nsfw_content_detected=None)]
 )

@@ -1,6 +1,6 @@
 """Draw a picture of each prompt of a file, with fixed seeds, into one sheet: what a model can do at a glance.
 
-PYTHONPATH=. python recipes/emoji/contact_sheet.py --model_dir models/emoji-interim --output sheet.png
+PYTHONPATH=. python recipes/emoji/contact_sheet.py --model_dir models/emoji-64 --output sheet.png
 """
 
 import io
