@@ -32,7 +32,8 @@ if [[ -d $ORIG_MODEL_NAME ]]; then
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
     LR=${LR:-1e-4}
-    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-1200}
+    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-600}
+    RANDOM_FLIP=${RANDOM_FLIP:---no-random_flip} # this subject has one orange ear, and its tail on one side
     CLIP_MODEL=${CLIP_MODEL:-models/emoji-clip}
     DINO_MODEL=${DINO_MODEL:-none}
     PROMPTS_FILE=${PROMPTS_FILE:-prompts/emoji.txt}
@@ -43,6 +44,7 @@ else
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
     LR=${LR:-5e-6}
     MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
+    RANDOM_FLIP=${RANDOM_FLIP:---random_flip}
     CLIP_MODEL=${CLIP_MODEL:-openai/clip-vit-base-patch32}
     DINO_MODEL=${DINO_MODEL:-facebook/dino-vits16}
     PROMPTS_FILE=${PROMPTS_FILE:-prompts/living.txt} # for a thing rather than a pet: prompts/objects.txt
@@ -114,12 +116,13 @@ step_4() { # fine-tune the text encoder and the UNet
         --unique_token "$UNIQUE_TOKEN" \
         --lr "$LR" \
         --max_train_steps "$MAX_TRAIN_STEPS" \
+        "$RANDOM_FLIP" \
         --validation_prompts "$INSTANCE_PROMPT" \
         --validation_prompts "$CLASS_PROMPT" \
         --validation_steps "$(((MAX_TRAIN_STEPS + 3) / 4))" \
         --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}"
-    echo "What it drew meanwhile: $TUNED_MODEL_DIR/validation/strip.png" >&2
+    echo "What it drew while it learned is in $TUNED_MODEL_DIR/validation/strip.png" >&2
 }
 
 step_5() { # draw the subject
