@@ -56,10 +56,14 @@ class Stopped(ToolError):
         return Stopped, (self.exit_code - 128,)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised wherever a script is: no Exception, which a library in between may catch and go on."""
+
+
 def run(main, args):
     """Call `main(args)` and leave the process with the exit code of what happened; one line on stderr for an error."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    signal.signal(signal.SIGTERM, _raise_stopped)
+    signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         main(args)
         code = 0
@@ -74,8 +78,8 @@ def run(main, args):
     sys.exit(code)
 
 
-def _raise_stopped(signal_number, frame):
-    raise Stopped(signal_number)
+def _raise_terminated(signal_number, frame):
+    raise Terminated
 
 
 @contextlib.contextmanager
@@ -120,7 +124,7 @@ def as_tool_error(error):
     if isinstance(error, ToolError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        return Stopped(signal.SIGINT)
+        return Stopped(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
     written = re.search(r"os error (\d+)", str(error))  # safetensors' and the hub's writers are in Rust
     number = int(written[1]) if written else getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -100,7 +100,7 @@ def to_parquet(chunk, columns):
         arrays[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))
     table = pa.table(arrays).replace_schema_metadata({"bad_rows": json.dumps(chunk["bad"])})
     buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, compression="zstd", row_group_size=max(1, len(table)))
+    pq.write_table(table, buffer, compression="zstd", row_group_size=max(1, len(table)), write_page_checksum=True)
     return buffer.getvalue().to_pybytes()
 
 
@@ -236,11 +236,14 @@ def open_latents(location, model_dir, resolution, image_column=None, caption_col
 
 
 def _check_files(folder):
-    """Raise CheckFailed for a Parquet file that the manifest of a data set names and that is not there."""
+    """Raise CheckFailed for a Parquet file of a data set that is not there, or not of the size in its manifest."""
     named, there = json.loads(folder.read(MANIFEST) or "{}").get("files", {}), folder.names(".parquet")
-    for name in named:
+    for name, fact in named.items():
         if name.endswith(".parquet") and name not in there:
             raise CheckFailed(f"{join(folder.location, name)} is missing: make the data set again")
+        if name.endswith(".parquet") and there[name] != fact["size"]:
+            place = join(folder.location, name)
+            raise CheckFailed(f"{place} is damaged: it is not of {fact['size']} bytes: make the data set again")
 
 
 def _list_chunks(folder, wanted, caption_column, name):

@@ -169,7 +169,13 @@ def _load_tokenizer(model_dir):
 
 def max_tokens(model_dir):
     """Return how many tokens of a prompt a model reads: 77 for Stable Diffusion's."""
-    return _load_tokenizer(model_dir).model_max_length
+    return _recorded_max_tokens(model_dir) or _load_tokenizer(model_dir).model_max_length
+
+
+def _recorded_max_tokens(model_dir):
+    """Return what the tokenizer's settings say, for which transformers is not imported; None where they do not."""
+    path = Path(model_dir) / "tokenizer" / "tokenizer_config.json"
+    return read_json_file(path).get("model_max_length") if path.is_file() else None
 
 
 def tokenize(model_dir, prompts):
@@ -182,8 +188,7 @@ def tokenize(model_dir, prompts):
 
 def say_what_is_cut(model_dir, prompts):
     """Print a warning for each prompt that is longer than the model reads, with the words that are lost."""
-    settings = Path(model_dir) / "tokenizer" / "tokenizer_config.json"
-    length = read_json_file(settings).get("model_max_length") if settings.is_file() else None
+    length = _recorded_max_tokens(model_dir)
     for prompt in prompts:
         if length is None or len(prompt.encode()) + 2 <= length:  # a token is a byte or more: transformers stays away
             continue

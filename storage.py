@@ -161,7 +161,7 @@ def open_parquet(folder, name):
     import pyarrow.parquet as pq
 
     try:
-        with folder.open(name) as file, pq.ParquetFile(file) as parquet:
+        with folder.open(name) as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
             yield parquet
     except (pa.ArrowInvalid, OSError) as error:
         if STORE_SPOKE.search(str(error)):

@@ -22,7 +22,7 @@ from common import ROOT, write_data
 STEPS, KILL_AT = 20, 11
 WAYS = {"ddp": ("--strategy", "ddp")} | {
     name: ("--strategy", "fsdp", "--fsdp_sharding", name)
-    for name in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+    for name in ("NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "FULL_SHARD")
 }
 
 
@@ -73,26 +73,30 @@ def main(args):
         command = [sys.executable, "preprocess.py", "--model_dir", args.model_dir, "--rows_per_file", "32", *command]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         data, result = f"{folder}/latents", {}
-        for name, flags in WAYS.items():
+        for name in args.ways:
+            flags = WAYS[name]
             pretrain(args, data, f"{folder}/{name}", *flags)
-            result[name] = largest_difference(f"{folder}/ddp", f"{folder}/{name}")
-            print(f"{name:14s} losses of {STEPS} steps within {result[name]:.1e} of ddp's", flush=True)
-        for name in ("ddp", "FULL_SHARD"):
+            result[name] = largest_difference(f"{folder}/{args.ways[0]}", f"{folder}/{name}")
+            print(f"{name:14s} losses of {STEPS} steps within {result[name]:.1e} of {args.ways[0]}'s", flush=True)
+        for name in dict.fromkeys((args.ways[0], args.ways[-1])):
             killed = pretrain(args, data, f"{folder}/killed-{name}", *WAYS[name], kill=True)
             equal = read_weights(killed) == read_weights(f"{folder}/{name}")
             result[f"killed_{name}"] = equal
             found = "bit-equal" if equal else "DIFFER"
             print(f"{name:14s} a worker killed at step {KILL_AT}: weights {found}", flush=True)
-        pretrain(args, data, f"{folder}/fewer", *WAYS["FULL_SHARD"], steps=10)
+        pretrain(args, data, f"{folder}/fewer", *WAYS[args.ways[-1]], steps=10)
         pretrain(args, data, f"{folder}/fewer", num_workers=1)
-        losses = [read_losses(f"{folder}/{name}") for name in ("fewer", "ddp")]
+        losses = [read_losses(f"{folder}/{name}") for name in ("fewer", args.ways[0])]
         one, two = (statistics.mean(each[step] for step in range(11, STEPS + 1)) for each in losses)
         result["two_workers_then_one"] = [one, two]
-        print(f"FULL_SHARD for 10 steps, then one worker: mean loss of the others {one:.3f}; two workers' {two:.3f}")
+        print(
+            f"{args.ways[-1]} for 10 steps, then one worker: mean loss of the others {one:.3f}; two workers' {two:.3f}"
+        )
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_dir", default="models/emoji-64", help="model whose UNet is trained")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="the first is compared with")
     main(parser.parse_args())

@@ -138,14 +138,6 @@ def tree(folder):
     }
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Mark what takes minutes: it runs when it is asked for, with -m faults."""
-    for item in items:
-        if ROOT / "tests" / "faults" in item.path.parents:
-            item.add_marker("faults")
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,4 +1,4 @@
-"""Ray: whom it lets in, how it is shared, and work on its actors."""
+"""A local Ray listens on this host alone, a cluster asks for a token; how Ray is shared, and work on its actors."""
 
 import os
 import pickle

@@ -12,6 +12,7 @@ from conftest import RESOLUTION, make_latents
 
 import cli
 import latents as latents_module
+from checkpoint import MANIFEST
 from latents import LatentEncoder, LatentFiles, digest_encoders, from_column, latent_shapes, open_latents, to_parquet
 from storage import Folder, read_footer
 
@@ -175,8 +176,15 @@ def test_the_fingerprint_does_not_know_the_place(latents, tiny_model, tmp_path):
 
 
 @pytest.fixture
-def copy(latents, tmp_path):
-    return shutil.copytree(latents, tmp_path / "copy")
+def sealed(latents, tmp_path):
+    return shutil.copytree(latents, tmp_path / "sealed")
+
+
+@pytest.fixture
+def copy(sealed, tmp_path):
+    """Without a manifest, as in a store: its files may be changed."""
+    (sealed / MANIFEST).unlink()
+    return sealed.rename(tmp_path / "copy")
 
 
 def test_latents_of_another_encoder_or_resolution_are_refused(latents, tiny_model, tmp_path):
@@ -229,6 +237,29 @@ def test_a_damaged_file_is_named(copy, tiny_model):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(cli.CheckFailed, match=r"part-000000-0002\.parquet is damaged"):
         open_latents(str(copy), str(tiny_model), RESOLUTION)
+
+
+@pytest.mark.parametrize("kept", [None, 0, 20, -20], ids=["gone", "empty", "its start", "most of it"])
+def test_a_file_that_does_not_fit_the_manifest_is_named(sealed, tiny_model, kept):
+    path = sealed / "part-000000-0002.parquet"
+    data = path.read_bytes()[:kept]
+    path.unlink()
+    if kept is not None:
+        path.write_bytes(data)
+    words = r"part-000000-0002\.parquet is (missing|damaged: it is not of \d+ bytes): make the data set again"
+    with pytest.raises(cli.CheckFailed, match=words):
+        open_latents(str(sealed), str(tiny_model), RESOLUTION)
+
+
+@pytest.mark.parametrize("place", [0.2, 0.4, 0.6, 0.8])
+def test_a_flipped_bit_is_seen_when_the_rows_are_read(sealed, tiny_model, place):
+    files = open_latents(str(sealed), str(tiny_model), RESOLUTION)
+    path = sealed / "part-000000-0002.parquet"
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(cli.CheckFailed, match=r"part-000000-0002\.parquet is damaged"):
+        read_all(files)
 
 
 @pytest.mark.parametrize("caption_column", ["caption_latents", "caption_embeddings"])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -12,6 +13,7 @@ from model_folder import (
     check_safetensors,
     count_weights,
     count_weights_of,
+    max_tokens,
     model_resolution,
     pixel_factor,
     say_what_is_cut,
@@ -204,6 +206,18 @@ def test_prompts_become_ids_of_the_encoders_length(tiny_model, length, capsys):
     assert ids[0][:2] == ids[2][:2] and ids[0][2] != ids[2][2]
     assert len(set(ids[1])) == 2  # begin, then end and padding
     assert capsys.readouterr().err == ""
+
+
+def test_the_length_is_known_without_transformers_or_from_it(model, length, monkeypatch):
+    from transformers import CLIPTokenizer
+
+    path = model / "tokenizer" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "transformers", None)
+        assert max_tokens(model) == length
+    path.write_text(json.dumps({name: value for name, value in settings.items() if name != "model_max_length"}))
+    assert max_tokens(model) == CLIPTokenizer.from_pretrained(path.parent).model_max_length
 
 
 def test_what_of_a_long_prompt_is_cut_is_said(tiny_model, length, capsys):

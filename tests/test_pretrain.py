@@ -336,6 +336,7 @@ def test_an_error_of_one_worker_ends_the_run(command, latents, tmp_path, ray_ses
     from ray.train import WorkerGroupError
 
     copy = shutil.copytree(latents, tmp_path / "copy")
+    (copy / checkpoint.MANIFEST).unlink()
     path = copy / "part-000000-0003.parquet"
     table = pq.read_table(path)
     values = table["image_latents_16"].combine_chunks().to_numpy_ndarray().copy()

@@ -7,6 +7,7 @@ imported torch, so that a kill costs two seconds and not twelve.
 import atexit
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -48,6 +49,7 @@ def _be_script(words, output, cold, largest_file):
     multiprocessing.set_start_method(None, force=True)  # as in a process that was not forked
     sys.argv[:] = words
     sys.path.insert(0, str(ROOT))
+    importlib.import_module("model_card").CARD_STEPS = 2  # sample images are not what is tested
     runpy.run_path(words[0], run_name="__main__")
 
 
@@ -101,8 +103,12 @@ class Script:
         return (self.output / "stderr").read_text()
 
     def processes(self):
-        """Return the processes that a cold script started and that run still, Ray's own too: they carry its mark."""
-        return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _mark(self.output) in _environment(path)]
+        """Return the processes that a cold script started and that run still: those of its session or with its mark.
+
+        Ray's workers and agents overwrite their environment with their title, and with it the mark.
+        """
+        there = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [pid for pid in there if _session(pid) == self.pid or _mark(self.output) in _environment(pid)]
 
     def send(self, number):
         """Send the process a signal, if it runs still."""
@@ -128,11 +134,20 @@ def _mark(output):
     return f"FAULTS_OUTPUT={output}".encode()
 
 
-def _environment(process):
+def _environment(pid):
     try:
-        return (process / "environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return []
+
+
+def _session(pid):
+    """Return the session of a process, None where it has ended."""
+    try:
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return None
+    return int(session) if state != "Z" else None
 
 
 def finish(command, code=0, seconds=120, **options):
@@ -163,7 +178,8 @@ def _make_inputs(folder):
     make_photos(folder / "photos", 3)
     make_photos(folder / "class", 8, (RESOLUTION, RESOLUTION), seed=1)
     make_raw_data(folder / "raw", 23)
-    make_latents(folder / "latents", folder / "raw", folder / "model")
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the table of long.py
+        make_latents(folder / "latents", folder / "raw", folder / "model")
 
 
 @functools.cache

@@ -1,12 +1,17 @@
-"""Kill, fill and damage for three quarters of an hour on two cores; print a table of what became of each promise.
+"""Kill, fill and damage for an hour on two cores; print a table of what became of each promise.
 
-Reads nothing but the project; exits 1 where a promise was broken, and says on stderr how.
+Reads nothing but the project and says on stderr how far it is. Each row is kept in --results as soon as it is there:
+the same command goes on with the scenarios that have no row, one of other scripts, or FAILED. Exits 1 where one is.
 
     PYTHONPATH=. python tests/faults/long.py
     PYTHONPATH=. python tests/faults/long.py --only driver saves --scale 0.1
+
+The tests beside it inject each fault a few times: a short set runs with all tests, every one of them with
+
+    ./run.sh test -m "" tests/faults
 """
 
-import argparse
+import ast
 import contextlib
 import os
 import random
@@ -37,6 +42,7 @@ from injection import (
 )
 
 import checkpoint
+from cli import make_parser, one_line, say
 
 STEPS = 20
 PAGE = 4096  # bytes: what a tmpfs counts in
@@ -45,21 +51,36 @@ COLUMNS = ("promise", "fault", "what was injected", "times", "what happened", "m
 
 def parse_args(argv=None):
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="scenarios; default: all")
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="scenarios, of all these")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the injections to make")
+    parser.add_argument("--results", type=Path, default="data/faults.json", help="file that keeps the rows")
     return parser.parse_args(argv)
+
+
+def note(text):
+    """Say with the time of day how far it is."""
+    say(f"{time.strftime('%T')} {text}")
+
+
+def times(number, scale):
+    """Return how often to inject what is injected so many times at --scale 1."""
+    return max(1, round(number * scale))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A kill at each step
 
 
+def steps_of(out):
+    return step_of(f"{out}.work")
+
+
 def each_step(scale):
     """Return the steps at which to kill: all of them, or fewer evenly spaced."""
-    number = max(1, round(STEPS * scale))
-    return [STEPS * (i + 1) // number for i in range(number)]
+    number = times(STEPS, scale)
+    return [-(-STEPS * (2 * i + 1) // (2 * number)) for i in range(number)]
 
 
 def driver(folder, rng, scale):
@@ -69,12 +90,13 @@ def driver(folder, rng, scale):
     for step in each_step(scale):
         out = folder / f"killed-{step}"
         with Script(train(out, **flags)) as script:
-            assert script.until(lambda out=out, step=step: step_of(f"{out}.work") >= step), script.stderr
+            assert script.until(lambda out=out, step=step: steps_of(out) >= step), script.stderr
             script.send(signal.SIGKILL)
             assert script.wait() == -signal.SIGKILL
-        assert no_lies(out) > 0 and step_of(f"{out}.work") >= step
+        assert no_lies(out) > 0 and steps_of(out) >= step
         finish(train(out, **flags))
         assert_same(out, folder / "whole")
+        note(f"killed at step {step} and completed")
     injected = f"train.py killed at each of {STEPS} steps, a checkpoint every 5, and run again"
     return "SIGKILL of the driver", injected, len(each_step(scale)), "each result bit-equal to the undisturbed one"
 
@@ -85,26 +107,38 @@ def workers_of(pid):
     return [child.pid for child in children if "RayTrainWorker" in " ".join(child.cmdline())]
 
 
-def worker(folder, rng, scale):
-    """3: a SIGKILL of a worker loses at most the work since the last checkpoint"""
-    flags = {"max_train_steps": STEPS, "checkpointing_steps": 5, "num_workers": 2, "cpus_per_worker": 0.5}
-    finish(train(folder / "whole", **flags), seconds=600, cold=True)
-    kills = restarts = 0
-    for first in range(1, max(1, round(5 * scale)) + 1):
-        out = folder / f"killed-{first}"
-        steps = range(first, STEPS + 1, 5)
-        with Script(train(out, max_failures=len(steps), **flags), cold=True) as script:
-            for step in steps:
-                assert script.until(lambda out=out, step=step: step_of(f"{out}.work") >= step, 600), script.stderr
+def kill_workers(command, flags, folder, rng, scale):
+    """Kill workers of runs with two of them on Ray, at most four times a run; return (times, what happened)."""
+    flags = {"checkpointing_steps": 5, "num_workers": 2, "cpus_per_worker": 0.5, **flags}
+    finish(command(folder / "whole" / "out", **flags), seconds=600, cold=True)
+    note("the undisturbed run is done")
+    steps, restarts = each_step(scale), 0
+    runs = max(1, len(steps) // 4)
+    for first in range(runs):
+        out = folder / f"killed-{first}" / "out"  # pretrain.py's model card has the folder's name
+        with Script(command(out, max_failures=len(steps), **flags), cold=True) as script:
+            for step in steps[first::runs]:
+                assert script.until(lambda out=out, step=step: steps_of(out) >= step, 600), script.stderr
                 os.kill(rng.choice(workers_of(script.pid)), signal.SIGKILL)
-                kills += 1
+                note(f"killed one at step {step}")
             assert script.wait(600) == 0, script.stderr
         restarts += script.stderr.count("starting the workers again")
         assert no_lies(out) > 0
-        assert_same(out, folder / "whole")
+        assert_same(out, folder / "whole" / "out")
+    return len(steps), f"{restarts} times started again, each result bit-equal to the undisturbed one"
+
+
+def worker(folder, rng, scale):
+    """3: a SIGKILL of a worker loses at most the work since the last checkpoint"""
+    found = kill_workers(train, {"max_train_steps": STEPS}, folder, rng, scale)
     injected = f"one of two Ray workers of train.py killed, four times a run, at each of {STEPS} steps"
-    happened = f"{restarts} times started again, each result bit-equal to the undisturbed one"
-    return "SIGKILL of a worker", injected, kills, happened
+    return "SIGKILL of a worker", injected, *found
+
+
+def pretraining_worker(folder, rng, scale):
+    """3: a SIGKILL of a worker loses at most the work since the last checkpoint"""
+    found = kill_workers(pretrain, {"max_steps": STEPS}, folder, rng, scale / 5)
+    return "SIGKILL of a worker", f"one of two Ray workers of pretrain.py killed in a run of {STEPS} steps", *found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,51 +170,49 @@ def kill_on_and_on(command, flags, done, folder, rng, kills, longest):
         if code == -signal.SIGKILL:
             made += 1
             hits += bool(half_written(folder))
+            note(f"kill {made} of {kills}, {done(out)} done")
             continue
         assert code == 0, script.stderr
         assert_same(out, whole)
         ends += 1
+        note(f"run {ends} completed")
         for path in (out, Path(f"{out}.work")):
             shutil.rmtree(path, ignore_errors=True)
     happened = f"{hits} hit a write; {looked_at} folders and files read, none that is not whole was taken for it; "
     return made, happened + f"{ends} runs completed, bit-equal to the undisturbed one"
 
 
-def steps_of(out):
-    return step_of(f"{out}.work")
-
-
 def saves(folder, rng, scale):
     """1: what a reader takes for whole is whole; an older checkpoint goes after the newer is there"""
     flags = {"max_train_steps": 60, "checkpointing_steps": 1, "checkpoints_total_limit": 1}
-    found = kill_on_and_on(train, flags, steps_of, folder, rng, round(200 * scale), 0.5)
+    found = kill_on_and_on(train, flags, steps_of, folder, rng, times(200, scale), 0.5)
     return "SIGKILL while checkpoints are saved", "train.py, which saves at each step, at random moments", *found
 
 
 def pretraining(folder, rng, scale):
     """1: what a reader takes for whole is whole"""
     flags = {"max_steps": 60, "checkpointing_steps": 1}
-    found = kill_on_and_on(pretrain, flags, steps_of, folder, rng, round(50 * scale), 0.5)
+    found = kill_on_and_on(pretrain, flags, steps_of, folder, rng, times(50, scale), 0.5)
     return "SIGKILL while checkpoints are saved", "pretrain.py, which saves at each step, at random moments", *found
 
 
 def images(folder, rng, scale):
     """3: a SIGKILL loses at most the image that is being drawn"""
     flags = {"num_samples_per_prompt": 120}
-    found = kill_on_and_on(draw, flags, lambda out: count(out, "*.png"), folder, rng, round(100 * scale), 0.5)
+    found = kill_on_and_on(draw, flags, lambda out: count(out, "*.png"), folder, rng, times(100, scale), 0.5)
     return "SIGKILL while images are drawn", "run_model.py, at random moments", *found
 
 
 def parts(folder, rng, scale):
     """3: a SIGKILL loses at most the part that is being written"""
     found = kill_on_and_on(encode, {}, lambda out: count(f"{out}.work/parts", "part-*.parquet"), folder, rng,
-                           round(50 * scale), 0.3)  # fmt: skip
+                           times(50, scale), 0.3)  # fmt: skip
     return "SIGKILL while latents are written", "preprocess.py, at random moments", *found
 
 
 def publishing(folder, rng, scale):
     """1: a folder that is published is whole or absent"""
-    out, absent, kills = folder / "out", 0, round(50 * scale)
+    out, absent, kills = folder / "out", 0, times(50, scale)
     beside = checkpoint.staging_path(out)
     with Script(train(out)) as script:
         script.until(beside.exists)
@@ -188,7 +220,7 @@ def publishing(folder, rng, scale):
         assert script.wait() == 0, script.stderr
     longest = 1.3 * (time.monotonic() - began)
     whole = out.rename(folder / "whole")
-    for _ in range(kills):
+    for i in range(kills):
         for path in (out, beside):
             shutil.rmtree(path, ignore_errors=True)
         with Script(train(out)) as script:
@@ -200,11 +232,10 @@ def publishing(folder, rng, scale):
         assert no_lies(out) > 0
         if out.exists():
             assert_same(out, whole)
+        note(f"kill {i + 1} of {kills}, {absent} times absent")
     finish(train(out))
     assert_same(out, whole)
-    happened = (
-        f"{absent} times absent, {kills - absent} times whole; then a run completed, bit-equal to the undisturbed"
-    )
+    happened = f"{absent} times absent, {kills - absent} times whole; the last run bit-equal to the undisturbed one"
     return "SIGKILL while the result is published", "train.py after its last step, at random moments", kills, happened
 
 
@@ -246,7 +277,7 @@ def disk(folder, rng, scale):
     finish(train(folder / "half" / "out", max_train_steps=3, **flags))
     finish(train(folder / "whole" / "out", max_train_steps=6, **flags))
     pages = pages_of(folder / "half" / "out.work" / "checkpoint-000003")
-    number = max(1, round(50 * scale))
+    number = times(50, scale)
     command = train(folder / "disk" / "out", max_train_steps=6, **flags)
     with small_disk(folder / "disk") as resize:
         for i in range(number):
@@ -256,18 +287,17 @@ def disk(folder, rng, scale):
             assert_same(folder / "disk" / "out", folder / "whole" / "out")
             for path in (folder / "disk").iterdir():
                 shutil.rmtree(path)
+            note(f"full {i + 1} of {number} times")
     injected = f"a tmpfs full at {number} bytes, evenly spaced over the {pages * PAGE} of a checkpoint of train.py"
-    happened = (
-        "exit 4 in one line, the previous checkpoint and result whole; with room bit-equal to the undisturbed run"
-    )
+    happened = "exit 4 in one line, the older checkpoint and result whole; with room bit-equal to the undisturbed run"
     return "full disk", injected, number, happened
 
 
 def fill_during_a_save(command, out, resize, free):
     """Leave `free` bytes on the disk after the step before a save, which fails; look at what is left."""
-    before = step_of(f"{out}.work")
+    before = steps_of(out)
     with Script(command) as script:
-        assert script.until(lambda: step_of(f"{out}.work") > before), script.stderr
+        assert script.until(lambda: steps_of(out) > before), script.stderr
         script.send(signal.SIGSTOP)
         resize(free)
         script.send(signal.SIGCONT)
@@ -280,77 +310,59 @@ def fill_during_a_save(command, out, resize, free):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the short tests inject
+# The tests beside it, and the table
 
 
-SHORT = {
-    "signals": (
-        "3: a signal ends a script within ten seconds, what is finished is safe, no process is left",
-        "SIGTERM and SIGINT",
-        "each script, stopped twice and then run to its end; run_model.py with a Ray actor",
-    ),
-    "two_runs": (
-        "4: a second run on an output is sent away, the lock of a dead one is taken over",
-        "two runs on one output",
-        "train.py, run_model.py, preprocess.py; the first killed, the second run again",
-    ),
-    "weights": (
-        "6: damaged weights are refused by name, a pickle's code never runs",
-        "damaged weights, pickles",
-        "flipped bits, cut files, NaN, missing, misshapen and unknown tensors, pickles at each level, in each script",
-    ),
-    "numbers": (
-        "7: a step that is not finite is skipped, a few in a row end the run, nothing is published",
-        "NaN and overflow",
-        "cached latents that are NaN, learning rates of 1e30 and 1e38",
-    ),
-    "images": (
-        "8: bad files are told together, a bomb takes less than 100 MB",
-        "bad photos",
-        "decompression bombs, cut, empty, foreign and flipped files",
-    ),
-    "names": (
-        "9: whatever the names, nothing outside the output is touched",
-        "odd names",
-        "prompts, tokens, class names, output folders and links, in each script and run.sh",
-    ),
-}
+def tests(promise, name, fault, injected, keyword="test"):
+    """Return a scenario that runs the tests of a file: those whose names have the keyword."""
+    path = next((ROOT / "tests").rglob(f"test_{name}.py"))
+
+    def run(folder, rng, scale):
+        options = ["-m", "", "-vv", "-k", keyword, "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
+        command, said = [sys.executable, "-m", "pytest", *options, path], ""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT) as pytest:
+            try:
+                for line in pytest.stdout:
+                    said += line
+                    if line.endswith("%]\n"):
+                        note(line.strip())
+            finally:
+                pytest.send_signal(signal.SIGINT)
+        assert pytest.returncode == 0, said
+        return fault, injected, int(re.search(r"(\d+) passed", said)[1]), f"all as promised: {path.name}"
+
+    sentence = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0].rstrip(".")
+    run.__name__, run.__doc__ = path.stem, f"{promise}: {sentence}"
+    return run
 
 
-def run_tests(name, folder):
-    """Run the tests of a file; return (fault, what was injected, times, what happened)."""
-    path = Path("tests", "faults", f"test_{name}.py")
-    options = ["-m", "faults", "-p", "no:cacheprovider", f"--basetemp={folder}/tests"]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options, path], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout
-    passed = int(re.search(r"(\d+) passed", done.stdout)[1])
-    return *SHORT[name][1:], passed, f"all as promised: {path.name}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The table
-
-LONG = {each.__name__: each for each in (driver, worker, saves, pretraining, images, parts, publishing, disk)}
-SCENARIOS = [*LONG, *(f"test_{name}" for name in SHORT)]
+LONG = (driver, worker, pretraining_worker, saves, pretraining, images, parts, publishing, disk)
+SHORT = (
+    tests(2, "again", "the same command again", "each script, asked again for what it finished"),
+    tests(3, "signals", "SIGTERM and SIGINT", "each script, stopped twice and completed; a Ray actor of run_model.py"),
+    tests(4, "two_runs", "two runs on one output", "a second run beside one that is halted; then that one is killed"),
+    tests(6, "weights", "damage, pickles", "bits, NaN, missing, misshapen and unknown tensors, pickles at all levels"),
+    tests(7, "numbers", "NaN and overflow", "cached latents that are NaN, learning rates of 1e30 and 1e38"),
+    tests(8, "images", "bad photos", "decompression bombs, cut, empty, foreign and flipped files"),
+    tests(9, "names", "odd names", "prompts, tokens, class names, outputs and links, in each script and run.sh"),
+    tests(10, "cluster", "open clusters", "no token, an older Ray, other hosts", "token or older or listens"),
+)
+SCENARIOS = {each.__name__: each for each in (*LONG, *SHORT)}
 
 
 def judge(name, args):
-    """Run a scenario in a folder of its own; return (its row of the table, whether the promise was kept)."""
-    began = time.monotonic()
-    promise = LONG[name].__doc__ if name in LONG else SHORT[name.removeprefix("test_")][0]
-    kept = True
+    """Run a scenario in a folder of its own; return {"row": its row of the table, "kept": whether the promise was}."""
+    began, kept = time.monotonic(), True
+    note(f"== {name}, promise {SCENARIOS[name].__doc__}")
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         try:
-            if name in LONG:
-                row = LONG[name](Path(folder), random.Random(f"{args.seed} {name}"), args.scale)
-            else:
-                row = run_tests(name.removeprefix("test_"), folder)
+            row = SCENARIOS[name](Path(folder), random.Random(f"{args.seed} {name}"), args.scale)
         except Skipped as reason:
             row = (name, "", 0, f"skipped: {reason}")
         except Exception as error:
             traceback.print_exc()
-            row, kept = (name, "", "", f"BROKEN: {' '.join(str(error).split())[:300]}"), False
-    return (promise, *row, f"{(time.monotonic() - began) / 60:.1f}"), kept
+            row, kept = (name, "", "", f"FAILED: {one_line(str(error), 300)}"), False
+    return {"row": (SCENARIOS[name].__doc__, *row, f"{(time.monotonic() - began) / 60:.1f}"), "kept": kept}
 
 
 def show(row, file=None):
@@ -359,15 +371,22 @@ def show(row, file=None):
 
 
 def main(args):
-    """Run the scenarios, say each row as soon as it is there, and print the table."""
+    """Run the scenarios that are not done, keep each row as soon as it is there, and print the table."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is killed and the folders go
-    judged = []
-    for name in args.only or SCENARIOS:
-        judged.append(judge(name, args))
-        show(judged[-1][0], file=sys.stderr)
-    for row in (COLUMNS, ["---"] * len(COLUMNS), *(row for row, _ in judged)):
+    scripts = checkpoint.digest_files(ROOT.glob("*.py"))
+    names, results = args.only or list(SCENARIOS), checkpoint.read_json(args.results)
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        made_with = {"scripts": scripts, "seed": args.seed, "scale": args.scale}
+        if results.get(name, {}).get("kept") and results[name]["made_with"] == made_with:
+            note(f"== {name}: done before, in {args.results}")
+            continue
+        results[name] = {"made_with": made_with, **judge(name, args)}
+        checkpoint.write_json(args.results, results)
+        show(results[name]["row"], file=sys.stderr)
+    for row in (COLUMNS, ["---"] * len(COLUMNS), *(results[name]["row"] for name in names)):
         show(row)
-    sys.exit(not all(kept for _, kept in judged))
+    sys.exit(not all(results[name]["kept"] for name in names))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from injection import assert_same, contents, draw, encode, finish, no_lies, pret
 
 import checkpoint
 
-pytestmark = pytest.mark.faults
-
 FLAGS = {"max_train_steps": 12, "checkpointing_steps": 2}
 
 
@@ -56,6 +54,7 @@ def test_a_checkpoint_that_does_not_fit(half, sizes, tmp_path, name, byte):
     assert_same(tmp_path / "out", half / "out")
 
 
+@pytest.mark.faults
 def test_with_room_again_it_ends_as_if_there_had_always_been(half, tmp_path):
     shutil.copytree(half, tmp_path, dirs_exist_ok=True, symlinks=True)
     finish(train(tmp_path / "out", **FLAGS), code=4, largest_file=100_000)
@@ -94,6 +93,7 @@ def test_images_before_the_disk_was_full_are_whole(tmp_path):
     assert_same(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.faults
 def test_parts_before_the_disk_was_full_are_whole(tmp_path):
     """All but the largest fit."""
     largest = max(path.stat().st_size for path in undisturbed(encode).glob("*.parquet"))

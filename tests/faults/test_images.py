@@ -10,8 +10,6 @@ import pytest
 from conftest import ROOT, make_photos, make_raw_data
 from injection import encode, finish, train
 
-pytestmark = pytest.mark.faults
-
 MEGABYTES = 100  # that a bomb may take
 
 
@@ -92,6 +90,7 @@ def test_all_bad_files_are_told_together(photos, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.faults
 def test_a_run_without_the_bad_files_says_so(photos, tmp_path):
     """On stderr, with each reason, and on the model card."""
     bad = make_bad(photos)

@@ -14,8 +14,6 @@ from injection import Script, assert_same, contents, draw, encode, finish, input
 
 from drawing import image_name
 
-pytestmark = pytest.mark.faults
-
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}-\d{5}\.png")
 ODD = [
     "../../etc/passwd",
@@ -82,7 +80,7 @@ def test_what_is_cut_of_a_prompt_is_said(tmp_path):
     "prompt",
     [
         "photo of unqtkn 'dog' \"x\" : - # {a} [b] | > & * ! % @ `c`\n---\nlicense: mit\n# evil",
-        "photo of unqtkn ../../x \u202edog\u202c 犬 😀 " + "very " * 1000,
+        pytest.param("photo of unqtkn ../../x \u202edog\u202c 犬 😀 " + "very " * 1000, marks=pytest.mark.faults),
     ],
     ids=["line-breaks", "unicode"],
 )
@@ -100,7 +98,10 @@ def test_the_model_card_of_an_odd_prompt(tmp_path, prompt):
     assert sum(line.startswith("# ") for line in lines) == 1 and "---" not in lines
 
 
-@pytest.mark.parametrize(("command", "flags"), [(train, {"max_train_steps": 1}), (draw, {}), (encode, {})])
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [(draw, {}), (encode, {}), pytest.param(train, {"max_train_steps": 1}, marks=pytest.mark.faults)],
+)
 def test_an_output_with_spaces_behind_a_link(tmp_path, command, flags):
     """The link stays, what it points at is filled; what lies around both is as it was."""
     real, link = tmp_path / "a 'real' folder $HOME" / "*", tmp_path / "a link ; touch x"

@@ -11,8 +11,6 @@ from safetensors.numpy import load_file, save_file
 import checkpoint
 import training
 
-pytestmark = pytest.mark.faults
-
 FLAGS = {"checkpointing_steps": 1, "checkpoints_total_limit": 2}
 
 
@@ -49,6 +47,7 @@ def begun(two_steps, tmp_path):
     return shutil.copytree(two_steps, tmp_path, symlinks=True, dirs_exist_ok=True)
 
 
+@pytest.mark.faults
 def test_a_row_that_is_not_finite_costs_its_steps(begun):
     """An epoch has eight pairs, one of which holds the class image of the last row."""
     spoil_cache(begun / "out.work", -1)
@@ -69,6 +68,7 @@ def test_rows_that_are_not_finite_end_the_run(begun):
     assert checkpoint.newest_checkpoint(begun / "out.work")[0] >= 2 and no_lies(begun / "out") > 0
 
 
+@pytest.mark.faults
 def test_a_run_that_diverged_is_not_finished_by_asking_again(begun):
     """Whatever was saved among the skipped steps: a few more each time must not add up to the end."""
     before = checkpoint.read_manifest(begun / "out")

@@ -6,16 +6,14 @@ import time
 import pytest
 from injection import Script, assert_same, count, draw, encode, finish, step_of, told, train, undisturbed
 
-pytestmark = pytest.mark.faults
-
 SECONDS = 10  # until a second run has been sent away
 
 
 @pytest.mark.parametrize(
     ("command", "begun", "flags"),
     [
-        (train, lambda out: step_of(f"{out}.work"), {"max_train_steps": 40}),
-        (draw, lambda out: count(out, "*.png"), {"num_samples_per_prompt": 40}),
+        pytest.param(train, lambda out: step_of(f"{out}.work"), {"max_train_steps": 20}, marks=pytest.mark.faults),
+        pytest.param(draw, lambda out: count(out, "*.png"), {"num_samples_per_prompt": 20}, marks=pytest.mark.faults),
         (encode, lambda out: count(f"{out}.work/parts", "part-*.parquet"), {}),
     ],
     ids=["train", "run_model", "preprocess"],
