@@ -28,7 +28,8 @@ EVALUATION_DIR=${EVALUATION_DIR:-$DATA_PREFIX/evaluation}
 # How: the values of the paper for Stable Diffusion; the embedded 64-pixel model is small and learns faster.
 if [[ -d $ORIG_MODEL_NAME ]]; then
     PROMPT_START=${PROMPT_START:-a 3d emoji of a}
-    NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-100}
+    NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-50}
+    NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-2}
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
     LR=${LR:-1e-4}
@@ -40,6 +41,7 @@ if [[ -d $ORIG_MODEL_NAME ]]; then
 else
     PROMPT_START=${PROMPT_START:-photo of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-200}
+    NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-4} # of each of the prompts
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-50}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
     LR=${LR:-5e-6}
@@ -152,6 +154,7 @@ step_6() { # measure what was learned and what was forgotten, and show it on one
         --unique_token "$UNIQUE_TOKEN" \
         --class_name "$CLASS_NAME" \
         --prompts_file "$PROMPTS_FILE" \
+        --num_samples_per_prompt "$NUM_EVALUATION_IMAGES" \
         --clip_model "$CLIP_MODEL" \
         --dino_model "$DINO_MODEL" \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
