@@ -4,11 +4,13 @@ python benchmarks/preprocess_memory.py --rows 2000 20000 --num_workers 1
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -16,22 +18,21 @@ from common import ROOT, write_data
 
 
 def tree_memory(process):
-    """Return the bytes that a process and its children hold; shared memory counts once (proportional set size)."""
-    total = 0
+    """Return the bytes that a process and its children hold, by name; shared memory counts once (PSS)."""
+    held = Counter()
     for each in [process, *process.children(recursive=True)]:
-        try:
-            total += each.memory_full_info().pss
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return total
+        with contextlib.suppress(psutil.Error):
+            name = (each.cmdline() or [each.name()])[0]
+            held[Path(name).name if name.startswith("/") else name] += each.memory_full_info().pss
+    return held
 
 
 def measure(command):
-    """Run a command; return (peak bytes of its tree, seconds)."""
-    start, peak = time.monotonic(), 0
+    """Run a command; return (bytes of its tree by process at their peak, seconds)."""
+    start, peak = time.monotonic(), Counter()
     running = psutil.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT)
     while running.poll() is None:
-        peak = max(peak, tree_memory(running))
+        peak = max(peak, tree_memory(running), key=Counter.total)
         time.sleep(0.5)
     if running.returncode:
         sys.exit(f"{command} ended with {running.returncode}")
@@ -53,8 +54,11 @@ def main(args):
                 args.model_dir,
             ]
             command += ["--output_dir", f"{folder}/latents-{rows}", "--num_workers", str(args.num_workers)]
-            peak, seconds = measure(command)
-            results.append({"rows": rows, "peak_mb": round(peak / 1e6), "seconds": round(seconds, 1)})
+            held, seconds = measure(command)
+            peak, parts = held.total(), {name: round(size / 1e6) for name, size in held.most_common()}
+            results.append(
+                {"rows": rows, "peak_mb": round(peak / 1e6), "seconds": round(seconds, 1), "parts_mb": parts}
+            )
             print(f"{rows:8d} rows  {peak / 1e6:8.0f} MB  {seconds:8.1f} s  {rows / seconds:6.1f} rows/s", flush=True)
     growth = results[-1]["peak_mb"] / results[0]["peak_mb"]
     print(json.dumps({"results": results, "growth": round(growth, 3), "num_workers": args.num_workers}))
