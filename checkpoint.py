@@ -236,10 +236,8 @@ def digest_files(paths, root=None, known=None):
     known: {path: sha256} of those that need not be read.
     """
     known = known or {}
-    lines = sorted(
-        f"{path.relative_to(root) if root else path.name} {known.get(path) or sha256_file(path)}"
-        for path in map(Path, paths)
-    )
+    names = {path: path.relative_to(root) if root else path.name for path in map(Path, paths)}
+    lines = sorted(f"{name} {known.get(path) or sha256_file(path)}" for path, name in names.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -169,7 +169,7 @@ def test_run_sh_takes_names_as_they_are(tmp_path):
         assert done.returncode == 0, done.stderr
     calls = [json.loads(line) for line in said.read_text().splitlines()]
     assert [call[0] for call in calls].count("run_model.py") == 2
-    trained = next(call for call in calls if call[0] == "train.py")
+    trained = [word for word in next(call for call in calls if call[0] == "train.py") if "random_flip" not in word]
     flags = dict(zip(trained[1::2], trained[2::2], strict=True))
     assert flags["--instance_prompt"] == f"{evil} {evil} {evil}" and flags["--class_prompt"] == f"{evil} {evil}"
     assert flags["--unique_token"] == evil

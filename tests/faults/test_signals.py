@@ -55,7 +55,7 @@ def stop(command, done, number):
     [
         (train, steps_of, {"max_train_steps": 20}),
         pytest.param(pretrain, steps_of, {"max_steps": 20}, marks=pytest.mark.faults),
-        (draw, images_of, {"num_samples_per_prompt": 20}),
+        (draw, images_of, {"num_samples_per_prompt": 60}),
         pytest.param(encode, parts_of, {}, marks=pytest.mark.faults),
     ],
     ids=["train", "pretrain", "run_model", "preprocess"],
