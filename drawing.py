@@ -206,8 +206,7 @@ def make_items(missing, batch_size):
 def check_model_and_sampler(model, sampler):
     """Check that a model is whole and draws pictures of the sampler's height and width, which it makes explicit."""
     index = check_pipeline(model["model_dir"])
-    scheduler = index["scheduler"][1]
-    if sampler["sampler"] == "dpm++" and "FlowMatch" in scheduler:
+    if sampler["sampler"] == "dpm++" and "FlowMatch" in (scheduler := index["scheduler"][1]):
         raise BadInput(f"--sampler dpm++ cannot replace the {scheduler} of {model['model_dir']}: take model")
     if sampler["height"] or sampler["width"]:  # Diffusers would drop one that comes alone
         for name in ("height", "width"):

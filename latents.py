@@ -238,12 +238,12 @@ def open_latents(location, model_dir, resolution, image_column=None, caption_col
 def _check_files(folder):
     """Raise CheckFailed for a Parquet file of a data set that is not there, or not of the size in its manifest."""
     named, there = json.loads(folder.read(MANIFEST) or "{}").get("files", {}), folder.names(".parquet")
-    for name, fact in named.items():
-        if name.endswith(".parquet") and name not in there:
-            raise CheckFailed(f"{join(folder.location, name)} is missing: make the data set again")
-        if name.endswith(".parquet") and there[name] != fact["size"]:
-            place = join(folder.location, name)
-            raise CheckFailed(f"{place} is damaged: it is not of {fact['size']} bytes: make the data set again")
+    for name in [name for name in named if name.endswith(".parquet")]:
+        place, size = join(folder.location, name), named[name]["size"]
+        if name not in there:
+            raise CheckFailed(f"{place} is missing: make the data set again")
+        if there[name] != size:
+            raise CheckFailed(f"{place} is damaged: it is not of {size} bytes: make the data set again")
 
 
 def _list_chunks(folder, wanted, caption_column, name):

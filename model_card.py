@@ -24,8 +24,7 @@ def publish_pipeline(config, step, device, weights, prompts, card):
     with checkpoint.staging(config["output_dir"]) as beside:
         pipeline.save_pretrained(beside, safe_serialization=True)
         drop_local_paths(beside)
-        sampler = {"num_inference_steps": validation.NUM_INFERENCE_STEPS, "guidance_scale": config["guidance_scale"]}
-        sampler |= dict.fromkeys(("height", "width"), config["resolution"])
+        sampler = validation.sampler_of(config)
         pipeline.to(device)
         (beside / "samples").mkdir()
         for index, prompt in enumerate(prompts):

@@ -219,7 +219,7 @@ def prepare(config, place):
     options["vae_config"] = read_config(config["model_dir"], "vae")
 
     def validate(step):
-        if not held_out or (step % config["validation_steps"] and step != config["max_train_steps"]):
+        if not held_out or not training.is_due(step, config["validation_steps"], config["max_train_steps"]):
             return {}
         with ema.in_place() if ema else contextlib.nullcontext():
             return {"validation_loss": validation_loss(held_out, place, dtype, **options)}

@@ -197,9 +197,7 @@ def prepare(config, place):
     num_timesteps = noise_scheduler.config.num_train_timesteps
     batches = Batches(config["posteriors_dir"], Pairs(**config["pairs"]), *prompts, config["seed"], num_timesteps)
     num_pairs = config["train_batch_size"]
-    draws = place.rank == 0 and config["validation_prompts"]
-    in_memory = {"text_encoder": frozen_text_encoder, **modules}
-    painter = validation.Painter(config, in_memory, place, dtype) if draws else None
+    painter = validation.Painter(config, {"text_encoder": frozen_text_encoder, **modules}, place, dtype)
 
     def batch(step, micro):
         first_pair = (micro * place.world_size + place.rank) * num_pairs
@@ -223,7 +221,7 @@ def prepare(config, place):
         dtype=dtype,
         saves=place.rank == 0,
         write=partial(parallel.write_state, modules=modules, optimizer=optimizer.adamw),
-        draw=painter.draw if painter else lambda step: {},
+        draw=painter.draw,
     )
 
 

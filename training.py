@@ -170,6 +170,11 @@ def stop_asked(config):
     return (Path(config["work_dir"]) / STOP).exists()
 
 
+def is_due(step, every, last):
+    """Return whether `step` is one of every `every` steps, or the last."""
+    return step % every == 0 or step == last
+
+
 @dataclass
 class Run:
     """What a worker trains with: of the script, what `train_steps` calls.
@@ -247,17 +252,17 @@ def train_steps(run, config, place):
         step += 1
         run.after_step(step)
         values = run.validate(step)
-        is_logged = step % config["log_every"] == 0 or step == last
+        is_logged = is_due(step, config["log_every"], last)
         if is_logged:
             values |= dict(zip(run.loss_names, place.mean(losses).tolist(), strict=True))
             values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
         # All workers must agree to stop; on GPUs they do so at logged steps alone, for they wait for each other there.
         asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
         stopping = asks and place.any(stop_asked(config))
-        is_due = step == last or step % config["checkpointing_steps"] == 0 or stopping
+        is_to_save = stopping or is_due(step, config["checkpointing_steps"], last)
         # Not while steps are skipped: each time that the command is run again would go a few steps further.
-        is_good = run.optimizer.is_good() if is_due or is_logged or place.device.type == "cpu" else None
-        is_saved = is_due and (is_good or step == last)
+        is_good = run.optimizer.is_good() if is_to_save or is_logged or place.device.type == "cpu" else None
+        is_saved = is_to_save and (is_good or step == last)
         if place.rank == 0 and (values or is_saved):
             checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
         if log and values:

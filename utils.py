@@ -154,12 +154,13 @@ def draw_images(pipeline, prompt, seeds, sampler="model", **options):
     on the same noise schedule, which needs half the steps or fewer.
     """
     import torch
-    from diffusers import DPMSolverMultistepScheduler
 
     count = len(seeds)
     negative_prompt = options.pop("negative_prompt", "") or None
     own = getattr(pipeline, "scheduler", None)
     if sampler == "dpm++":
+        from diffusers import DPMSolverMultistepScheduler
+
         pipeline.scheduler = DPMSolverMultistepScheduler.from_config(own.config)
     try:
         with torch.inference_mode():

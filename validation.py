@@ -13,7 +13,7 @@ import numpy as np
 import checkpoint
 from cli import one_line
 from dataset import read_image
-from training import stop_asked
+from training import is_due, stop_asked
 
 FOLDER = "validation"  # in the work folder
 STRIP = "strip.png"
@@ -29,31 +29,37 @@ class Painter:
     def __init__(self, config, modules, place, dtype):
         self.config, self.modules, self.place, self.dtype = config, modules, place, dtype
         self.folder = Path(config["work_dir"]) / FOLDER
-        names = ("validation_prompts", "num_validation_images", "guidance_scale", "seed", "resolution")
-        asked = {name: config[name] for name in names}
-        if checkpoint.read_json(self.folder / RECORD) != asked:  # rows of other prompts would not line up
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            checkpoint.write_json(self.folder / RECORD, asked)
 
     def draw(self, step):
         """Draw step `step` where it is one to draw; return {prompt: its pictures in a row, [H, W, 3]}, or {}."""
-        if step % self.config["validation_steps"] and step != self.config["max_train_steps"]:
+        config = self.config
+        is_asked = config["validation_prompts"] and is_due(step, config["validation_steps"], config["max_train_steps"])
+        if not is_asked:
             return {}
+        self._open_folder()
         target = self.folder / step_name(step)
         if not checkpoint.read_manifest(target):
             with checkpoint.staging(target) as beside:
                 if not self._draw_in(beside):
                     return {}
-                checkpoint.check_owner(Path(self.config["work_dir"]) / checkpoint.LOCK, self.config["owner"])
+                checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
                 checkpoint.publish(beside, target, step=step)
-        count, rows = self.config["num_validation_images"], read_rows(self.folder)
+        count, rows = config["num_validation_images"], read_rows(self.folder)
         strip = io.BytesIO()
         make_strip(rows, count).save(strip, "PNG")
         checkpoint.write_bytes(self.folder / STRIP, strip.getvalue())
         pictures = [np.asarray(read_image(path)) for path in rows[step]]
-        prompts = enumerate(self.config["validation_prompts"])
+        prompts = enumerate(config["validation_prompts"])
         return {prompt: np.concatenate(pictures[i * count : (i + 1) * count], axis=1) for i, prompt in prompts}
+
+    def _open_folder(self):
+        """Make the folder one of these pictures: rows of other prompts would not line up with theirs."""
+        names = ("validation_prompts", "num_validation_images", "guidance_scale", "seed", "resolution")
+        asked = {name: self.config[name] for name in names}
+        if checkpoint.read_json(self.folder / RECORD) != asked:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            checkpoint.write_json(self.folder / RECORD, asked)
 
     def _draw_in(self, folder):
         """Draw all prompts in `folder`; return whether no signal came in between."""
@@ -65,13 +71,11 @@ class Painter:
         pipeline = load_pipeline(config["model_dir"], torch.float32, safety_checker=False, modules=self.modules)
         pipeline.vae.to(device)
         seeds = [image_seed(config["seed"], index) for index in range(config["num_validation_images"])]
-        sampler = {"num_inference_steps": NUM_INFERENCE_STEPS, "guidance_scale": config["guidance_scale"]}
-        sampler |= dict.fromkeys(("height", "width"), config["resolution"])
         with evaluating(self.modules), torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             for i, prompt in enumerate(config["validation_prompts"]):
                 if stop_asked(config):
                     return False
-                for j, image in enumerate(draw_images(pipeline, prompt, seeds, **sampler)[0]):
+                for j, image in enumerate(draw_images(pipeline, prompt, seeds, **sampler_of(config))[0]):
                     image.save(folder / f"{i}-{j}.png")
         return True
 
@@ -90,6 +94,13 @@ def evaluating(modules):
             part.training = mode
 
 
+def sampler_of(config):
+    """Return how the pictures of a training are drawn, here and on its card, as draw_images takes it."""
+    side = config["resolution"]
+    steps, scale = NUM_INFERENCE_STEPS, config["guidance_scale"]
+    return {"num_inference_steps": steps, "guidance_scale": scale, "height": side, "width": side}
+
+
 def step_name(step):
     """Return the name of the folder of a step's pictures."""
     return f"step-{step:06d}"
@@ -98,7 +109,7 @@ def step_name(step):
 def read_rows(folder):
     """Return {step: paths of its pictures, prompt by prompt} of the steps that lie whole in `folder`, in order."""
     rows = {}
-    for path in sorted(Path(folder).glob(step_name(0)[:-6] + "*")):
+    for path in sorted(Path(folder).glob("step-*")):
         manifest = checkpoint.read_manifest(path)
         if manifest:
             rows[manifest["step"]] = [path / name for name in sorted(manifest["files"], key=place_of)]

@@ -1,5 +1,6 @@
 """A tiny Stable Diffusion pipeline of random weights, photos, and one Ray for the session."""
 
+import contextlib
 import io
 import json
 import logging
@@ -203,6 +204,27 @@ def pretrain_command(tiny_model, latents, tmp_path):
     run.arguments = arguments
     run.output_dir, run.work_dir = tmp_path / "out", tmp_path / "out.work"
     return run
+
+
+@pytest.fixture
+def power_cut(monkeypatch):
+    """Return a context in which a training in this process ends with an error after three steps."""
+    import training
+
+    real = training.accumulate_gradients
+
+    def crash(run, step, *rest):
+        if step == 3:
+            raise RuntimeError("power cut")
+        return real(run, step, *rest)
+
+    @contextlib.contextmanager
+    def cut():
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+            patch.setattr(training, "accumulate_gradients", crash)
+            yield
+
+    return cut
 
 
 @pytest.fixture(scope="session")
