@@ -126,7 +126,8 @@ def map_on_actors(worker_class, options, items, num_workers, prepare=None, order
     items: plain values; results: dicts of numbers, strings and numpy arrays.
     num_workers: 0 for this process, without Ray; n or (min, max) actors of a Ray Data pool; None for one on each GPU,
     or one on every four CPUs. An actor loads its model once, takes one item at a time, and is replaced when it dies.
-    prepare: a function that yields the workers' items for one of `items`; it runs on CPU tasks, ahead of the actors.
+    prepare: a function that yields the workers' items for one of `items`; it runs on CPU tasks, ahead of the
+    actors where these have a GPU or several CPUs, else in them.
     worker_class: None yields what `prepare` does. place: what cli.placement returns.
     """
     if not items:
@@ -171,8 +172,9 @@ def _on_ray(
     context.execution_options.preserve_order = ordered
     rows = ray.data.from_items([{"bytes": pickle.dumps(item)} for item in items], override_num_blocks=len(items))
     if prepare is not _as_it_is:
-        # Several tasks for each actor, and a place for them beside the actors on the smallest machine.
-        rows = rows.flat_map(_Prepare(prepare), num_cpus=min(1.0, cpus / 4))
+        # The CPUs that the actors leave: several tasks for each on a large machine. On one of few CPUs and no GPU the
+        # shares are equal, and Ray Data runs both in the actor: a process less to start and to keep in memory.
+        rows = rows.flat_map(_Prepare(prepare), num_cpus=min(1.0, cpus / 2))
     if worker_class is None:
         return rows
     return rows.map(
