@@ -2,8 +2,9 @@
 
 import contextlib
 import shutil
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import checkpoint
@@ -115,10 +116,16 @@ def run_workers(
         if config.get("pool", {}).get("num_workers"):
             cpus /= 2  # the other half is for those who read their data
         fit = _make_fit(train_loop, work_dir / "ray", config["num_workers"], cpus, gpus, max_failures)
-    with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(1) as pool:
-        future = pool.submit(fit, config)  # off the main thread, where Ray would take SIGINT for itself
-        _follow(work_dir / LOG, config["max_train_steps"], future)
-        result = future.result()
+    done = threading.Event()
+    with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(2) as pool:
+        follower = pool.submit(_follow, work_dir / LOG, config["max_train_steps"], done)
+        try:
+            # In this process in the thread that has encoded: OpenMP keeps a team of threads for each, which stop
+            # spinning once there are more than CPUs. On Ray in another one: in this it would take SIGINT for itself.
+            result = fit(config) if config["num_workers"] == 0 else pool.submit(fit, config).result()
+        finally:
+            done.set()
+        follower.result()
     shutil.rmtree(work_dir / "ray", ignore_errors=True)
     if result["stopped"] and signals:
         raise Stopped(signals[0])
@@ -158,13 +165,13 @@ def _make_fit(train_loop, storage_path, num_workers, cpus, gpus, max_failures):
     return fit
 
 
-def _follow(log_path, total, future):
-    """Show the lines of log.jsonl as they come, until the future is done."""
-    progress, done, seen = None, False, None
-    while not done:
-        done = future.done() or bool(wait([future], timeout=0.2).done)
+def _follow(log_path, total, done):
+    """Show the lines of log.jsonl as they come, until the event `done`."""
+    progress, is_last, seen = None, False, None
+    while not is_last:
+        is_last = done.wait(0.2)
         size = log_path.stat().st_size if log_path.exists() else None
-        if size == seen and not done:
+        if size == seen and not is_last:
             continue
         seen, lines = size, read_log(log_path)
         if not lines:
@@ -173,7 +180,7 @@ def _follow(log_path, total, future):
         if progress is None:
             progress = Progress("train", total, "steps", initial=last["step"])
         figures = {name: f"{last[name]:.4g}" for name in ("loss", "grad_norm") if last.get(name) is not None}
-        if last["step"] != progress.done or done:
+        if last["step"] != progress.done or is_last:
             progress.update(last["step"] - progress.done, **figures)
     if progress:
         progress.close()

@@ -213,7 +213,8 @@ def prepare(config, place):
     order = Order(chunk_rows, place.rank, place.world_size, config["shuffle_window"], config["seed"])
     no_caption = encode_no_caption(config, place)
     batches = training_batches(order, load, step, config["max_train_steps"], config, no_caption)
-    batches = ahead(batches, config["prefetch_batches"])
+    if config["pool"]["num_workers"] or not config["online"]:  # what encodes in this process takes turns with the steps
+        batches = ahead(batches, config["prefetch_batches"])
     held_out = validation_batches(held_out, load, place, config) if held_out else []
     options = {"model": model, "noise_scheduler": noise_scheduler, "snr_gamma": config["snr_gamma"]}
     options["vae_config"] = read_config(config["model_dir"], "vae")

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,22 @@ class Full:
 def test_an_actor_that_is_out_of_a_resource_says_so(kind):
     result = cluster._Actor(Full, {"kind": kind})({"bytes": pickle.dumps({})})["bytes"]
     assert cli.describe_error(pickle.loads(result))[0] == cli.OutOfResource.exit_code
+
+
+class Whereabouts:
+    """A worker that tells in which thread it was made and is called."""
+
+    def __init__(self):
+        self.made_in = threading.get_ident()
+
+    def __call__(self, item):
+        return {"made_in": self.made_in, "called_in": threading.get_ident()}
+
+
+def test_an_actor_computes_in_one_thread_wherever_it_is_called():
+    """Two threads that compute would each have a team of OpenMP's, and together be slower than one core."""
+    actor = cluster._Actor(Whereabouts, {})
+    with ThreadPoolExecutor(1) as other:
+        results = [actor({"bytes": pickle.dumps({})}), other.submit(actor, {"bytes": pickle.dumps({})}).result()]
+    seen = [pickle.loads(result["bytes"]) for result in results]
+    assert len({each[name] for each in seen for name in each}) == 1

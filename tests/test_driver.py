@@ -104,7 +104,7 @@ def make_config(tmp_path, **options):
 
 def test_a_run_here_shows_its_log(tmp_path, capsys):
     def train_loop(config):
-        assert threading.current_thread() is not threading.main_thread()
+        assert threading.current_thread() is threading.main_thread()  # where the images were encoded
         with (tmp_path / training.LOG).open("w") as file:
             file.write('{"step": 3, "loss": 0.51239, "grad_norm": null}\n')
         return {"step": 3, "trained": 3, "stopped": False}
