@@ -281,6 +281,8 @@ def read_inputs(args):
     check_pipeline(args.model_dir)
     args.resolution = args.resolution or model_resolution(args.model_dir)
     check_resolution(args.model_dir, "--resolution", args.resolution)
+    for prompt in args.sample_prompts:
+        cli.check_text("--sample_prompts", prompt)
     checkpoint.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_dir, data=args.data)
     for name in ("output_dir", "work_dir"):
         checkpoint.check_writable(getattr(args, name), f"--{name}")

@@ -1,6 +1,10 @@
-"""What the measurements share: raw data of noise, made as they need it."""
+"""What the measurements share: raw data of noise, made as they need it, and the speed of a training by its log."""
 
 import io
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +13,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
+LOG_EVERY = 5  # steps, of the trainings that are measured
 
 
 def write_data(folder, num_rows, size, seed=0):
@@ -24,3 +29,22 @@ def write_data(folder, num_rows, size, seed=0):
             images.append(file.getvalue())
             captions.append(f"a picture of number {row}")
         pq.write_table(pa.table({"image": images, "caption": captions}), folder / f"{start:06d}.parquet")
+
+
+def follow(log, first, last, script, *arguments):
+    """Run a script; return its steps a second between two steps that its log shows, and the seconds to `first`."""
+    seen, started = {}, time.monotonic()
+    with tempfile.TemporaryFile("w+") as errors:
+        running = subprocess.Popen(
+            [sys.executable, script, *map(str, arguments)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        while running.poll() is None:
+            lines = log.read_text().splitlines() if log.exists() else []
+            for step in (first, last):
+                if step not in seen and len(lines) >= step // LOG_EVERY:
+                    seen[step] = time.monotonic()
+            time.sleep(0.02)
+        if running.returncode or len(seen) < 2:
+            errors.seek(0)
+            sys.exit(f"{script} {arguments} ended with {running.returncode}: {errors.read()[-2000:]}")
+    return (last - first) / (seen[last] - seen[first]), seen[first] - started

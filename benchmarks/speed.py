@@ -19,11 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT
+from common import LOG_EVERY, ROOT, follow
 
 EMBEDDED, SUBJECT = "models/emoji-64", "assets/subject"
 PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
-LOG_EVERY = 5
 
 
 def run(script, *arguments):
@@ -33,25 +32,6 @@ def run(script, *arguments):
     if done.returncode:
         sys.exit(f"{script} {arguments} ended with {done.returncode}: {done.stderr[-2000:]}")
     return time.monotonic() - start
-
-
-def follow(log, first, last, script, *arguments):
-    """Run a script; return its steps a second between two steps that its log shows, and the seconds to `first`."""
-    seen, started = {}, time.monotonic()
-    with tempfile.TemporaryFile("w+") as errors:
-        running = subprocess.Popen(
-            [sys.executable, script, *map(str, arguments)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors
-        )
-        while running.poll() is None:
-            lines = log.read_text().splitlines() if log.exists() else []
-            for step in (first, last):
-                if step not in seen and len(lines) >= step // LOG_EVERY:
-                    seen[step] = time.monotonic()
-            time.sleep(0.02)
-        if running.returncode or len(seen) < 2:
-            errors.seek(0)
-            sys.exit(f"{script} {arguments} ended with {running.returncode}: {errors.read()[-2000:]}")
-    return (last - first) / (seen[last] - seen[first]), seen[first] - started
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -338,7 +338,7 @@ def test_a_broken_download_goes_on_where_it_was(hub, fetch):
     assert snapshot_files(folder) == WANTED
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_stops_a_download_at_once(hub, cache, fetch, signal_number):
     hub.endless, rest = {UNET}, WANTED - {UNET}
     command = [sys.executable, str(ROOT / "cache_model.py"), "--model_name", NAME, "--model_dir", str(cache)]
@@ -346,9 +346,12 @@ def test_a_signal_stops_a_download_at_once(hub, cache, fetch, signal_number):
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(cache.rglob("*.incomplete")) and snapshot_files(repo_of(cache) / "snapshots" / FIRST) == rest)
     process.send_signal(signal_number)
-    assert process.wait(5) == 128 + signal_number
-    assert process.stderr.read().splitlines()[1:] == [f"cache_model.py: {Stopped(signal_number)}"]
-    assert not list(cache.rglob("*.incomplete"))
+    if signal_number == signal.SIGKILL:
+        assert process.wait(5) == -signal_number
+    else:
+        assert process.wait(5) == 128 + signal_number
+        assert process.stderr.read().splitlines()[1:] == [f"cache_model.py: {Stopped(signal_number)}"]
+        assert not list(cache.rglob("*.incomplete"))
     hub.endless = set()
     hub.requests.clear()
     assert snapshot_files(fetch()[0]) == WANTED

@@ -198,15 +198,16 @@ def test_the_same_model_twice_gives_the_same_numbers(run, tiny_model):
 # Going on, and other settings
 
 
-def test_a_killed_evaluation_goes_on_and_draws_nothing_twice(command, run, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.faults)])
+def test_a_killed_evaluation_goes_on_and_draws_nothing_twice(command, run, tmp_path, number):
     out = tmp_path / "out"
     words = command("--batch_size", 1, dino_model="none")
     process = subprocess.Popen([sys.executable, ROOT / "evaluate.py", *words], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while len(list(out.glob("*/*.png"))) < 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(number)
+    assert process.wait(10) == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143}[number]
     before = pictures_of(out)
     assert len(before) >= 2 and not (out / "evaluation.json").exists()
     result = run("--batch_size", 1, dino_model="none")

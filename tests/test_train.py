@@ -462,12 +462,12 @@ def test_two_workers_one_killed(command, tmp_path, ray_session):
     """Two workers, one of them killed on the way, end bit-equal to two undisturbed, and log the losses of one."""
     import psutil
 
-    steps = 60
+    steps = 30
     killed = []
 
     def kill():
         log = tmp_path / "killed.work" / training.LOG
-        while len(training.read_log(log)) < 15:
+        while len(training.read_log(log)) < 12:
             time.sleep(0.02)
         for process in psutil.Process().children(recursive=True):
             if "RayTrainWorker" in " ".join(process.cmdline()):

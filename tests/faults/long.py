@@ -340,6 +340,8 @@ LONG = (driver, worker, pretraining_worker, saves, pretraining, images, parts, p
 SHORT = (
     tests(2, "again", "the same command again", "each script, asked again for what it finished"),
     tests(3, "signals", "SIGTERM and SIGINT", "each script, stopped twice and completed; a Ray actor of run_model.py"),
+    tests(3, "cache_model", "SIGKILL, SIGTERM and SIGINT", "cache_model.py, in the middle of a file", "signal_stops"),
+    tests(3, "evaluate", "SIGKILL and SIGTERM", "evaluate.py, among its pictures", "killed_evaluation"),
     tests(4, "two_runs", "two runs on one output", "a second run beside one that is halted; then that one is killed"),
     tests(6, "weights", "damage, pickles", "bits, NaN, missing, misshapen and unknown tensors, pickles at all levels"),
     tests(7, "numbers", "NaN and overflow", "cached latents that are NaN, learning rates of 1e30 and 1e38"),

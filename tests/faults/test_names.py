@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 from conftest import ROOT, make_photos, tree
-from injection import Script, assert_same, contents, draw, encode, finish, inputs, told, train, undisturbed
+from injection import Script, assert_same, contents, draw, encode, finish, inputs, pretrain, told, train, undisturbed
 
 from drawing import image_name
 
@@ -60,12 +60,14 @@ def test_a_prompt_with_line_breaks(tmp_path):
     assert record["text"] == prompt
 
 
-@pytest.mark.parametrize("command", [draw, train])
-def test_a_prompt_that_is_no_text(tmp_path, command):
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [(draw, "prompts"), (train, "instance_prompt"), (train, "validation_prompts"), (pretrain, "sample_prompts")],
+)
+def test_a_prompt_that_is_no_text(tmp_path, command, flag):
     """Bytes that are not UTF-8, as a terminal of another encoding sends them."""
     prompt = os.fsdecode(b"photo of unqtkn caf\xe9")
-    flags = {"prompts": prompt} if command is draw else {"instance_prompt": prompt, "max_train_steps": 1}
-    assert "prompt" in told(finish(command(tmp_path / "out", **flags), code=3))
+    assert f"--{flag}" in told(finish(command(tmp_path / "out", **{flag: prompt}), code=3))
     assert not list(tmp_path.iterdir())
 
 
