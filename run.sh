@@ -51,6 +51,7 @@ else
     DINO_MODEL=${DINO_MODEL:-facebook/dino-vits16}
     PROMPTS_FILE=${PROMPTS_FILE:-prompts/living.txt} # for a thing rather than a pet: prompts/objects.txt
 fi
+PRIOR_LOSS_WEIGHT=${PRIOR_LOSS_WEIGHT:-1}
 NUM_WORKERS=${NUM_WORKERS:-} # empty: one on each GPU, or what suits the CPU
 WORKERS=(${NUM_WORKERS:+--num_workers "$NUM_WORKERS"})
 
@@ -117,6 +118,7 @@ step_4() { # fine-tune the text encoder and the UNet
         --class_prompt "$CLASS_PROMPT" \
         --unique_token "$UNIQUE_TOKEN" \
         --lr "$LR" \
+        --prior_loss_weight "$PRIOR_LOSS_WEIGHT" \
         --max_train_steps "$MAX_TRAIN_STEPS" \
         "$RANDOM_FLIP" \
         --validation_prompts "$INSTANCE_PROMPT" \

@@ -430,7 +430,7 @@ def test_skip_bad_images(command, tmp_path, photos):
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_run_goes_on_bit_equal(command, tmp_path, sent):
-    steps = 120
+    steps = 60
     flags = {"max_train_steps": steps, "checkpointing_steps": 1000 if sent == signal.SIGTERM else 4}
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", *command.arguments(**flags)], stderr=subprocess.PIPE, text=True
