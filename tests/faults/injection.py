@@ -38,6 +38,7 @@ warm = multiprocessing.get_context("forkserver")
 def _be_script(words, output, cold, largest_file):
     """What a forked process does: it becomes the script; `cold` starts Python anew."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background without it
     os.environ.pop("PYTHONPATH")
     for descriptor, name in enumerate((os.devnull, output / "stdout", output / "stderr")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
