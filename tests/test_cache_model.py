@@ -344,7 +344,8 @@ def test_a_signal_stops_a_download_at_once(hub, cache, fetch, signal_number):
     command = [sys.executable, str(ROOT / "cache_model.py"), "--model_name", NAME, "--model_dir", str(cache)]
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: list(cache.rglob("*.incomplete")) and snapshot_files(repo_of(cache) / "snapshots" / FIRST) == rest)
+    blobs, snapshot = repo_of(cache) / "blobs", repo_of(cache) / "snapshots" / FIRST
+    wait_for(lambda: list(blobs.glob("*.incomplete")) and snapshot_files(snapshot) == rest)
     process.send_signal(signal_number)
     if signal_number == signal.SIGKILL:
         assert process.wait(5) == -signal_number
