@@ -138,14 +138,19 @@ def _innermost(array, place):
             # A tensor of Ray Data whose rows may differ in shape.
             tensor, array = next(iter(array.field("shape").to_pylist()), None), array.field("data")
         elif hasattr(array, "value_lengths"):
-            sides += (lengths := array.value_lengths().drop_null().unique().to_pylist())
-            if len(lengths) > 1:
-                raise CheckFailed(f"{place} holds rows of several sizes: leave out those that differ")
-            array = array.flatten()
+            sides, array = sides + _lengths(array, place), array.flatten()
         else:
             raise CheckFailed(f"{place} holds {array.type}, not floats: give another column")
         nulls += array.null_count
     return array, tuple(tensor or sides), nulls
+
+
+def _lengths(array, place):
+    """Return [the length of the lists in an array], [] where it holds none; raise CheckFailed for several lengths."""
+    lengths = array.value_lengths().drop_null().unique().to_pylist()
+    if len(lengths) > 1:
+        raise CheckFailed(f"{place} holds rows of several sizes: leave out those that differ")
+    return lengths
 
 
 def digest_encoders(model_dir):

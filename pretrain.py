@@ -54,7 +54,7 @@ def parse_args(argv=None):
     _add_training_flags(parser)
     group = cli.add_shared_flags(parser)
     group.add_argument("--num_workers", type=cli.non_negative_int, help="0: this process; default: one a GPU, or 1")
-    loading = "of each worker: actors that read, or encode with --online; 0: a thread; default: 1 with --online, else 0"
+    loading = "of each worker: actors that read, or encode with --online (default 1); 0: a thread reads, itself encodes"
     group.add_argument("--num_data_loading_workers", type=cli.non_negative_int, help=loading)
     group.add_argument("--prefetch_batches", type=cli.positive_int, default=4, help="batches made ahead of their step")
     group.add_argument("--max_failures", type=cli.non_negative_int, default=3, help="restarts after a worker's death")

@@ -37,7 +37,7 @@ def watch(command, worker, done):
     start, marks = time.monotonic(), {}
     with psutil.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL) as running:
         while not done():
-            if running.poll():
+            if running.poll() is not None:
                 sys.exit(f"{command} ended with {running.returncode}")
             for name in ("raylet", worker):
                 if name and name not in marks and is_there(running, name):
