@@ -1,29 +1,39 @@
 """Ray: start it or join it, share its resources, and map work over a pool of its actors."""
 
 import contextlib
+import importlib
 import itertools
 import os
 import pickle
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cli import BadInput, ToolError, as_tool_error
+from utils import no_gc
 
 OLDEST_RAY = (2, 60)
 TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
 
 
-def start_ray(address=None, insecure_cluster=False):
+def is_local(address=None):
+    """Return whether start_ray(address) starts a Ray of its own, on this host alone."""
+    return (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+
+
+def start_ray(address=None, insecure_cluster=False, module="ray.data"):
     """Start a quiet local Ray, or join the cluster at `address` or RAY_ADDRESS; return its resources, {"CPU": 8.0}.
+
+    module: the part of Ray that will be asked for next, imported while Ray's processes start.
 
     A local one listens on this host alone. A cluster without a token is refused, unless `insecure_cluster`; its
     workers get the scripts of this folder through `runtime_env`, local ones import them from here.
     """
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    if address == "local":
+    if is_local(address):
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what makes Ray listen on 127.0.0.1 alone
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor that waits for a cloud's notice
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
@@ -37,14 +47,17 @@ def start_ray(address=None, insecure_cluster=False):
     if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST_RAY:
         raise BadInput(f"Ray {ray.__version__} is installed, 2.60 or newer is needed: install requirements.txt")
     if not ray.is_initialized():
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
         options = {"logging_level": "ERROR", "log_to_driver": False}
-        if address == "local":
+        if is_local(address):
             options["include_dashboard"] = False
         else:
             if not insecure_cluster:
                 _check_token(address)
             here = os.path.dirname(os.path.abspath(__file__))
             options["runtime_env"] = {"working_dir": here, "excludes": [".git", ".venv", "data", "models", "tests"]}
+        meanwhile = threading.Thread(target=importlib.import_module, args=(module,))
+        meanwhile.start()
         try:
             on_sigterm = signal.getsignal(signal.SIGTERM)
             with _no_stderr():  # its C++ side says there that it was told to be quiet
@@ -54,6 +67,8 @@ def start_ray(address=None, insecure_cluster=False):
             if "AuthenticationError" in type(error.__cause__).__name__ + str(error.__cause__):
                 raise BadInput(f"the Ray cluster at {address} asks for a token: {TOKEN_REMEDY}") from error
             raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
+        finally:
+            meanwhile.join()
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # their errors are raised too
     return ray.cluster_resources()
@@ -135,7 +150,8 @@ def map_on_actors(worker_class, options, items, num_workers, prepare=None, order
         return
     prepare = prepare or _as_it_is
     if num_workers == 0:
-        worker = worker_class(**options) if worker_class else lambda item: item
+        with no_gc():
+            worker = worker_class(**options) if worker_class else lambda item: item
         yield from map(worker, itertools.chain.from_iterable(map(prepare, items)))
         return
     for row in _on_ray(worker_class, options, items, num_workers, prepare, ordered, **place).iter_rows():
@@ -158,10 +174,10 @@ def _on_ray(
     gpus_per_worker=None,
 ):
     """Return a Ray Data set of one column, the pickled results of `map_on_actors`."""
+    resources = start_ray(address, insecure_cluster)
     import ray.data
     from ray.data import ActorPoolStrategy
 
-    resources = start_ray(address, insecure_cluster)
     if num_workers is None:
         num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
@@ -226,7 +242,8 @@ class _Actor:
 
     def __init__(self, worker_class, options):
         self.thread = ThreadPoolExecutor(1)
-        self.worker = self._run(worker_class, **options)
+        with no_gc():
+            self.worker = self._run(worker_class, **options)
 
     def _run(self, function, *arguments, **options):
         return self.thread.submit(_attempt, function, *arguments, **options).result()

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import checkpoint
 from cli import BadInput, Progress, Stopped, as_tool_error, causes, describe_error, print_result, say, stop_file
-from cluster import share_resources, start_ray
+from cluster import is_local, share_resources, start_ray
 from model_folder import count_weights
-from training import LOG, STOP, read_log
+from training import LOG, STOP, read_last_line
 
 WORK_FILES = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, LOG, "tensorboard", "posteriors", "ray", "validation")
+TRAINER = "ray.train.torch"  # the module of Ray that trains
 RECORD = "run.json"  # the settings and the number of workers of the run in a work folder
 
 
@@ -24,7 +25,7 @@ def run_training(args, settings, plan_steps, train):
     """
     num_workers = recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
     if num_workers is None:
-        num_workers = int(start_ray(args.address, args.insecure_cluster).get("GPU", 0)) or 1
+        num_workers = int(start_ray(args.address, args.insecure_cluster, TRAINER).get("GPU", 0)) or 1
     steps = plan_steps(num_workers)
     if is_finished(args.output_dir, settings, steps, args.overwrite):
         say(f"{args.output_dir} is trained for {steps} steps already")
@@ -106,23 +107,24 @@ def run_workers(
     0 workers: this process, without Ray. A signal makes the workers save and stop; then Stopped is raised.
     config: plain JSON values, with "num_workers", "work_dir" and "max_train_steps".
     """
-    work_dir = Path(config["work_dir"])
-    if config["num_workers"] == 0:
-        fit = train_loop
-    else:
-        resources = start_ray(address, insecure_cluster)
+    work_dir, cluster = Path(config["work_dir"]), (address, insecure_cluster, TRAINER)
+    if config["num_workers"]:
+        resources = start_ray(*cluster)
         cpus, gpus = share_resources(resources, config["num_workers"], cpus_per_worker, gpus_per_worker)
         config = {**config, "num_threads": max(1, int(cpus))}
         if config.get("pool", {}).get("num_workers"):
             cpus /= 2  # the other half is for those who read their data
-        fit = _make_fit(train_loop, work_dir / "ray", config["num_workers"], cpus, gpus, max_failures)
+        fit = _make_fit(train_loop, work_dir / "ray", config["num_workers"], cpus, gpus, is_local(address))
     done = threading.Event()
     with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(2) as pool:
         follower = pool.submit(_follow, work_dir / LOG, config["max_train_steps"], done)
         try:
             # In this process in the thread that has encoded: OpenMP keeps a team of threads for each, which stop
             # spinning once there are more than CPUs. On Ray in another one: in this it would take SIGINT for itself.
-            result = fit(config) if config["num_workers"] == 0 else pool.submit(fit, config).result()
+            if config["num_workers"] == 0:
+                result = train_loop(config)
+            else:
+                result = _until_done(lambda: pool.submit(fit, config).result(), max_failures, cluster)
         finally:
             done.set()
         follower.result()
@@ -132,51 +134,74 @@ def run_workers(
     return result
 
 
-def _make_fit(train_loop, storage_path, num_workers, cpus, gpus, max_failures):
-    """Return fit(config), which trains on Ray; after a worker's death it starts them again, but not for a ToolError.
+def _until_done(fit, max_failures, cluster):
+    """Return fit(), called again after a worker's death, but not after a ToolError; cluster: for start_ray.
 
-    Ray would start them again for either, so it is told to do so for neither.
+    Ray would start the workers again for either, so it is told to do so for neither.
     """
+    import ray
+
+    for left in reversed(range(max_failures + 1)):
+        try:
+            return fit()
+        except Exception as error:
+            if not left or any(map(as_tool_error, causes(error))):
+                raise
+            reason = describe_error(error)[1].split(". ")[0]
+            say(f"warning: {reason}: starting the workers again from the newest checkpoint")
+            if isinstance(error, ray.exceptions.RayActorError) and is_local(cluster[0]):
+                ray.shutdown()  # its controller died, and nobody else gives the workers' CPUs back
+                start_ray(*cluster)
+
+
+def _make_fit(train_loop, storage_path, num_workers, cpus, gpus, is_alone):
+    """Return fit(config), which trains on Ray once; is_alone: on a Ray of our own."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
 
     scaling_config = ScalingConfig(
         num_workers=num_workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, "GPU": gpus}
     )
+    trainer_class = _make_trainer_class(is_alone)
 
     def fit(config):
-        for left in reversed(range(max_failures + 1)):
-            shutil.rmtree(storage_path, ignore_errors=True)
-            # The name is new each time: our checkpoints say where a run continues, not Ray's record of it.
-            run_config = RunConfig(
-                name=f"run-{time.time_ns()}",
-                storage_path=str(storage_path),
-                failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
-            )
-            options = {"scaling_config": scaling_config, "run_config": run_config}
-            try:
-                return TorchTrainer(train_loop, train_loop_config=config, **options).fit().return_value
-            except Exception as error:
-                if not left or any(map(as_tool_error, causes(error))):
-                    raise
-                reason = describe_error(error)[1].split(". ")[0]
-                say(f"warning: {reason}: starting the workers again from the newest checkpoint")
+        shutil.rmtree(storage_path, ignore_errors=True)
+        # The name is new each time: our checkpoints say where a run continues, not Ray's record of it.
+        run_config = RunConfig(
+            name=f"run-{time.time_ns()}",
+            storage_path=str(storage_path),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+        )
+        options = {"scaling_config": scaling_config, "run_config": run_config}
+        return trainer_class(train_loop, train_loop_config=config, **options).fit().return_value
 
     return fit
 
 
+def _make_trainer_class(is_alone):
+    """Return TorchTrainer without those of its actors that only take time here.
+
+    It is given no Ray Data, so one that hands it out is of no use. One that frees the workers' CPUs when the controller
+    dies asks Ray's dashboard who lives: a Ray of our own has none, and each run would end with twelve seconds' wait.
+    """
+    from ray.train.torch import TorchTrainer
+
+    needless = ("DatasetsCallback", "PlacementGroupCleanerCallback")[: 1 + is_alone]
+
+    class Trainer(TorchTrainer):
+        def _create_default_callbacks(self):  # Ray's own: should it be gone, those actors are there again
+            return [each for each in super()._create_default_callbacks() if type(each).__name__ not in needless]
+
+    return Trainer
+
+
 def _follow(log_path, total, done):
-    """Show the lines of log.jsonl as they come, until the event `done`."""
-    progress, is_last, seen = None, False, None
+    """Show the last line of log.jsonl as it comes, until the event `done`."""
+    progress, is_last = None, False
     while not is_last:
         is_last = done.wait(0.2)
-        size = log_path.stat().st_size if log_path.exists() else None
-        if size == seen and not is_last:
+        last = read_last_line(log_path)
+        if last is None:
             continue
-        seen, lines = size, read_log(log_path)
-        if not lines:
-            continue
-        last = lines[-1]
         if progress is None:
             progress = Progress("train", total, "steps", initial=last["step"])
         figures = {name: f"{last[name]:.4g}" for name in ("loss", "grad_norm") if last.get(name) is not None}

@@ -27,10 +27,12 @@ def publish_pipeline(config, step, device, weights, prompts, card):
         sampler = validation.sampler_of(config)
         pipeline.to(device)
         (beside / "samples").mkdir()
-        for index, prompt in enumerate(prompts):
-            images, flags = draw_images(pipeline, prompt, [image_seed(config["seed"], index)], **sampler)
-            if not flags[0]:
-                images[0].save(beside / "samples" / f"{index}.png")
+        for prompt in dict.fromkeys(prompts):  # those of one prompt at once
+            numbers = [number for number, each in enumerate(prompts) if each == prompt]
+            seeds = [image_seed(config["seed"], number) for number in numbers]
+            for number, image, flag in zip(numbers, *draw_images(pipeline, prompt, seeds, **sampler), strict=True):
+                if not flag:
+                    image.save(beside / "samples" / f"{number}.png")
         shutil.copy(Path(config["work_dir"]) / LOG, beside / "training_log.jsonl")
         text = card(config, step, sorted((beside / "samples").iterdir())) + validation.copy_to_card(config, beside)
         (beside / "README.md").write_text(text, encoding="utf-8")

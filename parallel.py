@@ -19,17 +19,21 @@ SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 # DDP and FSDP
 
 
-def wrap(module, place, strategy="ddp", sharding="FULL_SHARD", dtype=None):
+def wrap(module, place, strategy="ddp", sharding="FULL_SHARD", dtype=None, reduce_dtype="fp32"):
     """Return what is called to train `module` on all workers; FSDP shards it in place. One worker needs neither.
 
-    dtype: in which FSDP gathers weights and computes; gradients are reduced in float32.
+    dtype: in which FSDP gathers weights and computes; it averages gradients in float32.
+    reduce_dtype: in which DDP averages them, `fp32` or `bf16`.
     """
     import torch
 
     if place.world_size == 1:
         return module
     if strategy == "ddp":
-        return torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+        model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+        if reduce_dtype == "bf16":
+            model.register_comm_hook(None, reduce_in_bf16)
+        return model
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     options = {
@@ -45,6 +49,13 @@ def wrap(module, place, strategy="ddp", sharding="FULL_SHARD", dtype=None):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
     return module
+
+
+def reduce_in_bf16(group, bucket):
+    """Average a bucket of gradients in bfloat16: half the bytes on the wire, 8 bits of precision."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    return bf16_compress_hook(group, bucket)
 
 
 def make_mesh(place, sharding):
@@ -88,11 +99,14 @@ def local(tensors):
 
 
 def place_like(tensor, parameter):
-    """Return a whole tensor as this worker holds `parameter`: the same part, device and memory layout."""
+    """Return a whole tensor as this worker holds `parameter`: the same part, device and memory layout.
+
+    One of another shape, say a count of steps, is on the same device.
+    """
     import torch
 
     if tensor.shape != parameter.shape:
-        return tensor.clone()
+        return tensor.to(parameter.device, copy=True)
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor
 
@@ -153,11 +167,13 @@ def write_state(folder, modules, optimizer, place=None):
     """
     for name, module in modules.items():
         write_module(Path(folder) / name, module, place)
-    tensors = {
-        f"{name}:{key}": value
-        for name, parameter in named_parameters(modules)
-        for key, value in optimizer.state[parameter].items()
-    }
+    import torch
+
+    tensors = {}
+    for name, parameter in named_parameters(modules):
+        for key, value in optimizer.state[parameter].items():
+            # Of an 8-bit optimizer the steps are a plain number, and all weights share their tables of 256 values.
+            tensors[f"{name}:{key}"] = value.clone() if key.startswith("qmap") else torch.as_tensor(value)
     write_share(folder, "optimizer", tensors, place)
 
 
@@ -218,6 +234,8 @@ def restore_optimizer(folder, modules, optimizer):
         if not found:
             raise CheckFailed(f"{folder}/optimizer.safetensors has no state of {name}: remove this checkpoint")
         state[parameter] = {key: place_like(tensors[full], parameter) for key, full in found.items()}
+        if not state[parameter]["step"].is_floating_point():  # as an 8-bit optimizer has it
+            state[parameter]["step"] = state[parameter]["step"].item()
     optimizer.state.update(state)
 
 

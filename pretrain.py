@@ -21,6 +21,7 @@ import cli
 import driver
 import parallel
 import training
+import utils
 from cli import BadInput
 from cluster import share_with_loaders, start_ray
 from latents import LatentEncoder, LatentFiles, open_latents
@@ -130,17 +131,15 @@ def denoising_losses(model, batch, noise_scheduler, vae_config, snr_gamma=None):
 
     A batch without "std" holds scaled latents.
     """
-    from utils import get_target, min_snr_weights, row_losses, scale_latents
-
     latents = batch["mean"]  # B c h w
     if "std" in batch:
-        latents = scale_latents(latents + batch["std"] * batch["posterior_noise"], vae_config)
+        latents = utils.scale_latents(latents + batch["std"] * batch["posterior_noise"], vae_config)
     noise, timesteps = batch["noise"], batch["timesteps"]  # B c h w, B
     noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
     model_pred = model(noisy_latents, timesteps, batch["prompt"]).sample
-    target = get_target(noise_scheduler, latents, noise, timesteps)
-    row_weights = None if snr_gamma is None else min_snr_weights(noise_scheduler, timesteps, snr_gamma)
-    return row_losses(model_pred, target, row_weights)
+    target = utils.get_target(noise_scheduler, latents, noise, timesteps)
+    row_weights = None if snr_gamma is None else utils.min_snr_weights(noise_scheduler, timesteps, snr_gamma)
+    return utils.row_losses(model_pred, target, row_weights)
 
 
 def training_step(batch, **options):
@@ -169,10 +168,8 @@ def load_unet(config, place, folder):
     import torch
     from diffusers import UNet2DConditionModel
 
-    from utils import load_models
-
     if folder or config["init_from_pretrained"]:
-        unet = load_models(config["model_dir"], ("unet",), torch.float32, folder)["unet"]
+        unet = utils.load_models(config["model_dir"], ("unet",), torch.float32, folder)["unet"]
     else:
         torch.manual_seed(config["seed"])
         unet = UNet2DConditionModel.from_config(config["unet"])
@@ -193,10 +190,8 @@ def prepare(config, place):
     """Return the training.Run of a worker: everything stands where the newest checkpoint left it."""
     from diffusers import DDPMScheduler
 
-    from utils import compute_dtype, set_up_torch
-
-    set_up_torch(place.device.type, config.get("num_threads"))
-    dtype = compute_dtype(config["mixed_precision"], place.device.type)
+    utils.set_up_torch(place.device.type, config.get("num_threads"))
+    dtype = utils.compute_dtype(config["mixed_precision"], place.device.type)
     step, folder = checkpoint.newest_checkpoint(config["work_dir"])
     unet = load_unet(config, place, folder)
     model = parallel.wrap(unet, place, config["strategy"], config["fsdp_sharding"], dtype)
@@ -248,8 +243,9 @@ def prepare(config, place):
 
 def train_loop(config):
     """Train on one worker from the newest checkpoint to `max_train_steps`; rank 0 logs and publishes."""
-    place = training.find_place(config["num_workers"])
-    run = prepare(config, place)
+    with utils.no_gc():
+        place = training.find_place(config["num_workers"])
+        run = prepare(config, place)
     first, last = run.step, config["max_train_steps"]
     step = training.train_steps(run, config, place)
     del run  # the optimizer's memory, for the pipeline
@@ -318,7 +314,7 @@ def train(args, settings, data, steps, num_workers):
     count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
     pool = {"num_workers": 0}
     if num_workers and count:
-        resources = start_ray(args.address, args.insecure_cluster)
+        resources = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
         pool = share_with_loaders(resources, num_workers, count, args.online, args.gpus_per_worker)
     config = {
         **vars(args),

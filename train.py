@@ -10,6 +10,7 @@ to --output_dir, and checkpoints, cached latents and logs to --work_dir. Run the
 """
 
 import argparse
+import importlib.util
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -20,8 +21,10 @@ import cli
 import driver
 import parallel
 import training
+import utils
 import validation
 from cli import BadInput
+from cluster import start_ray
 from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
 from model_card import dreambooth_card, publish_pipeline
 from model_folder import (
@@ -38,7 +41,8 @@ from model_folder import (
 # Flags that decide the weights that come out: a run continues only under the same.
 SETTINGS = """
     instance_prompt class_prompt resolution random_crop random_flip max_variants skip_bad_images lr lr_scheduler seed
-    lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay train_text_encoder mixed_precision
+    lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay use_8bit_adam train_text_encoder
+    reduce_dtype mixed_precision
 """.split()  # noqa: SIM905
 
 CARD_IMAGES = 4  # samples on the model card
@@ -95,6 +99,8 @@ def _add_training_flags(parser):
     group.add_argument("--snr_gamma", type=cli.positive_float, help="weigh rows by min-SNR with this gamma, say 5")
     group.add_argument("--max_grad_norm", type=cli.positive_float, default=1.0, help="gradients are clipped to this")
     group.add_argument("--adam_weight_decay", type=cli.non_negative_float, default=1e-2, help="AdamW's")
+    group.add_argument("--use_8bit_adam", action="store_true", help="AdamW's averages in 8 bits; needs bitsandbytes")
+    group.add_argument("--reduce_dtype", choices=("fp32", "bf16"), default="fp32", help="workers send gradients so")
     _add_switch(group, "train_text_encoder", True, "train the text encoder too")
     group.add_argument("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of crops, order and noise")
@@ -141,26 +147,23 @@ def training_step(model, batch, noise_scheduler, vae_config, num_instance, prior
 
     num_instance: how many rows, the first ones, are the subject's; the others are the class's.
     """
-    from utils import get_target, min_snr_weights, prior_preserving_loss, scale_latents
-
-    latents = scale_latents(batch["mean"] + batch["std"] * batch["posterior_noise"], vae_config)  # 2B c h w
+    latents = utils.scale_latents(batch["mean"] + batch["std"] * batch["posterior_noise"], vae_config)  # 2B c h w
     noise, timesteps = batch["noise"], batch["timesteps"]  # 2B c h w, 2B
     noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
     model_pred = model(noisy_latents, timesteps, batch["prompt"])
-    target = get_target(noise_scheduler, latents, noise, timesteps)
-    row_weights = None if snr_gamma is None else min_snr_weights(noise_scheduler, timesteps, snr_gamma)
-    return prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights)
+    target = utils.get_target(noise_scheduler, latents, noise, timesteps)
+    row_weights = None if snr_gamma is None else utils.min_snr_weights(noise_scheduler, timesteps, snr_gamma)
+    return utils.prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights)
 
 
 def load_modules(config, place, folder):
     """Return (modules to train by name, frozen text encoder or None), from checkpoint `folder` where there is one."""
     import torch
 
-    from utils import load_models
-
-    modules = load_models(config["model_dir"], ("text_encoder", "unet"), torch.float32, folder)
+    modules = utils.load_models(config["model_dir"], ("text_encoder", "unet"), torch.float32, folder)
     modules = {name: module.to(place.device).train() for name, module in modules.items()}
-    modules["unet"].to(memory_format=torch.channels_last)
+    if not config["use_8bit_adam"]:  # which copies weights into the usual order
+        modules["unet"].to(memory_format=torch.channels_last)
     frozen = None if config["train_text_encoder"] else modules.pop("text_encoder").eval()
     for module in modules.values():
         module.requires_grad_(True)
@@ -173,7 +176,8 @@ def encode_prompts(config, text_encoder, device):
     """Return (instance, class) prompt_ids [L]; prompt_embeds [L, D], computed once, with a frozen text encoder."""
     import torch
 
-    prompt_ids = [torch.tensor(ids) for ids in config["prompt_ids"]]
+    prompts = [config["instance_prompt"], config["class_prompt"] or ""]
+    prompt_ids = [torch.tensor(ids) for ids in tokenize(config["model_dir"], prompts)]
     if text_encoder is None:
         return prompt_ids
     with torch.no_grad():
@@ -184,14 +188,13 @@ def prepare(config, place):
     """Return the training.Run of a worker: everything stands where the newest checkpoint left it."""
     from diffusers import DDPMScheduler
 
-    from utils import compute_dtype, set_up_torch
-
-    set_up_torch(place.device.type, config.get("num_threads"))
-    dtype = compute_dtype(config["mixed_precision"], place.device.type)
+    utils.set_up_torch(place.device.type, config.get("num_threads"))
+    dtype = utils.compute_dtype(config["mixed_precision"], place.device.type)
     step, folder = checkpoint.newest_checkpoint(config["work_dir"])
     modules, frozen_text_encoder = load_modules(config, place, folder)
     optimizer = training.make_optimizer(config, modules, place, dtype, folder)
-    model = parallel.wrap(join_modules(modules.get("text_encoder"), modules["unet"]), place)
+    joined = join_modules(modules.get("text_encoder"), modules["unet"])
+    model = parallel.wrap(joined, place, reduce_dtype=config["reduce_dtype"])
     noise_scheduler = DDPMScheduler.from_pretrained(config["model_dir"], subfolder="scheduler")
     prompts = encode_prompts(config, frozen_text_encoder, place.device)
     num_timesteps = noise_scheduler.config.num_train_timesteps
@@ -227,8 +230,9 @@ def prepare(config, place):
 
 def train_loop(config):
     """Train on one worker from the newest checkpoint to `max_train_steps`; rank 0 logs, saves and publishes."""
-    place = training.find_place(config["num_workers"])
-    run = prepare(config, place)
+    with utils.no_gc():
+        place = training.find_place(config["num_workers"])
+        run = prepare(config, place)
     first, last = run.step, config["max_train_steps"]
     step = training.train_steps(run, config, place)
     del run  # the optimizer's memory, for the pipeline
@@ -245,6 +249,8 @@ def train_loop(config):
 
 def read_inputs(args):
     """Check the model, the prompts and the folders without opening an image; return the settings of the run."""
+    if args.use_8bit_adam and not importlib.util.find_spec("bitsandbytes"):
+        raise BadInput("--use_8bit_adam needs a package that is not here: python -m pip install bitsandbytes")
     index = check_pipeline(args.model_dir)
     if index["_class_name"] != "StableDiffusionPipeline":
         raise BadInput(f"--model_dir {args.model_dir} is a {index['_class_name']}: only StableDiffusionPipeline learns")
@@ -304,6 +310,8 @@ def train(args, settings, steps, num_workers):
     images, skipped = pick_images(args)
     pairs = Pairs(len(images[0]), len(images[1]), args.max_variants, args.seed)
     check_needs(args, pairs)
+    if num_workers:
+        start_ray(args.address, args.insecure_cluster, driver.TRAINER)
     posteriors_dir = str(Path(args.work_dir) / "posteriors")
     encoder_options = {name: getattr(args, name) for name in ("model_dir", "resolution", "random_crop", "random_flip")}
     encoder_options["seed"] = args.seed
@@ -314,7 +322,6 @@ def train(args, settings, steps, num_workers):
         "pairs_per_step": settings["pairs_per_step"],
         "max_train_steps": steps,
         "num_workers": num_workers,
-        "prompt_ids": tokenize(args.model_dir, [args.instance_prompt, args.class_prompt or ""]),
         "posteriors_dir": posteriors_dir,
         "pairs": asdict(pairs),
         "skipped_images": skipped,

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import checkpoint
 import parallel
 from cli import CheckFailed
+from utils import step_seed
 
 LOG = "log.jsonl"
+MAX_LINE = 8192  # bytes of a line of it
 STOP = "stop"
 DIVERGED = "the run diverged"
 REMEDY = "nothing is published: take a smaller --lr, or --mixed_precision no"
@@ -62,21 +65,28 @@ class Optimizer:
     """AdamW with a learning-rate schedule, clipping and, for fp16, a loss scale, all over one list of parameters.
 
     parameters: kept as a list: a generator would be empty by the time that gradients are clipped.
+    use_8bit: whether bitsandbytes keeps the averages in 8 bits (arXiv 2110.02861).
     """
 
-    def __init__(self, parameters, lr, weight_decay, max_grad_norm, fp16, device, schedule):
+    def __init__(self, parameters, lr, weight_decay, max_grad_norm, fp16, device, schedule, use_8bit=False):
         import torch
         from diffusers.optimization import get_scheduler
 
         self.parameters = list(parameters)
-        self.adamw = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=weight_decay, fused=True)
+        if use_8bit:
+            from bitsandbytes.optim import AdamW8bit
+
+            self.adamw = AdamW8bit(self.parameters, lr=lr, weight_decay=weight_decay)
+        else:
+            self.adamw = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=weight_decay, fused=True)
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
         name, num_warmup_steps, num_training_steps = schedule
         self.base_lr = lr
         steps = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
         self.lr_factor = get_scheduler(name, self.adamw, **steps).lr_lambdas[0]
         self.max_grad_norm = max_grad_norm
-        self.is_sharded = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
+        is_sharded = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
+        self.skips_by_itself = not use_8bit and not is_sharded  # PyTorch's fused kernel, of whole weights
         self.max_bad_steps = MAX_BAD_STEPS_FP16 if fp16 else MAX_BAD_STEPS
         self.bad_steps = torch.zeros((), device=device)  # in a row; read seldom, for that waits for the device
 
@@ -100,10 +110,10 @@ class Optimizer:
         bad = (~torch.isfinite(grad_norm)).float()
         if self.scaler.is_enabled():
             self.scaler.step(self.adamw)
-        elif not self.is_sharded:
-            self.adamw.found_inf = bad  # the fused kernel then leaves weights and averages as they are
+        elif self.skips_by_itself:
+            self.adamw.found_inf = bad  # the kernel then leaves weights and averages as they are
             self.adamw.step()
-        elif not bad:  # that kernel knows no sharded weights
+        elif not bad:  # this waits for the device
             self.adamw.step()
         self.scaler.update()
         self.adamw.zero_grad(set_to_none=True)
@@ -161,6 +171,16 @@ def read_log(path):
     return lines
 
 
+def read_last_line(path):
+    """Return the last whole line of a log.jsonl as a dict, None where there is none; the log may be long."""
+    with contextlib.suppress(FileNotFoundError), Path(path).open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LINE))
+        for text in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError):
+                return json.loads(text)
+    return None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps
 
@@ -211,6 +231,7 @@ def make_optimizer(config, modules, place, dtype, folder):
         fp16=dtype == torch.float16,
         device=place.device,
         schedule=(config["lr_scheduler"], config["lr_warmup_steps"], config["max_train_steps"]),
+        use_8bit=config.get("use_8bit_adam", False),
     )
     if folder:
         parallel.restore_optimizer(folder, modules, optimizer.adamw)
@@ -225,26 +246,48 @@ def accumulate_gradients(run, step, config, place):
     accumulation = config["gradient_accumulation_steps"]
     losses = torch.zeros(len(run.loss_names), device=place.device)
     for micro in range(accumulation):
-        batch = {name: value.to(place.device, non_blocking=True) for name, value in run.batch(step, micro).items()}
+        batch = run.batch(step, micro)
         wait = place.world_size > 1 and micro < accumulation - 1  # gradients are averaged once, after the last
         with parallel.no_sync(run.model) if wait else contextlib.nullcontext():
-            with torch.autocast(place.device.type, run.dtype, enabled=run.dtype != torch.float32):
-                parts = run.losses(batch=batch)
-            run.optimizer.scaler.scale(parts[0] / accumulation).backward()
-        losses += torch.stack(parts).detach() / accumulation
+            losses += add_gradients(run, batch, place, 1 / accumulation)
     return losses
+
+
+def add_gradients(run, batch, place, weight=1.0):
+    """Add the gradients of a batch times `weight`; return its losses [len(run.loss_names)] times `weight`."""
+    import torch
+
+    batch = {name: value.to(place.device, non_blocking=True) for name, value in batch.items()}
+    with torch.autocast(place.device.type, run.dtype, enabled=run.dtype != torch.float32):
+        parts = run.losses(batch=batch)
+    run.optimizer.scaler.scale(parts[0] * weight).backward()
+    return torch.stack(parts).detach() * weight
+
+
+def settle_buckets(run, place):
+    """Let DDP form its buckets before the first step, by a backward pass whose gradients are dropped.
+
+    It forms them anew after its first one, and they decide in which order three or more gradients are added: a run
+    that goes on would differ from one that was never stopped. Two are added alike in either order.
+    """
+    if place.world_size < 3 or not hasattr(run.model, "reducer"):
+        return
+    first, batch, start = run.batch(run.step, 0), run.batch, run.step
+    add_gradients(run, first, place)
+    run.optimizer.adamw.zero_grad(set_to_none=True)
+    run.batch = lambda step, micro: first if (step, micro) == (start, 0) else batch(step, micro)
 
 
 def train_steps(run, config, place):
     """Train from step `run.step` to config["max_train_steps"], or until asked to stop; return the step reached."""
     import torch
 
-    from utils import step_seed
-
     step, last, stopping = run.step, config["max_train_steps"], False
     log = StepLog(config["work_dir"], step) if place.rank == 0 else None
     if log:
         log.show(step, run.draw(step))
+    if step < last:
+        settle_buckets(run, place)
     while step < last and not stopping:
         torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
         losses = accumulate_gradients(run, step, config, place)

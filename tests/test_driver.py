@@ -178,6 +178,37 @@ def test_workers_are_started_again_as_often_as_is_allowed(tmp_path, trainers, ca
         driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=1)
 
 
+def test_a_dead_controller_leaves_no_cpus_behind(tmp_path, trainers, monkeypatch):
+    """A Ray of our own is started anew: what that controller held of it is never free again."""
+    import ray
+
+    made, failures = trainers
+    calls = []
+    monkeypatch.setattr("ray.shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(driver, "start_ray", lambda *_: calls.append("start") or {"CPU": 4.0})
+    failures += [RuntimeError("a worker died"), ray.exceptions.ActorDiedError()]
+    driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2)
+    assert calls == ["start", "shutdown", "start"] and len(made) == 3
+    calls.clear()
+    failures += [ray.exceptions.ActorDiedError()]
+    driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2, address="host:6379")
+    assert calls == ["start"]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_ray_train_starts_no_actor_that_only_takes_time(is_alone):
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def actors(trainer_class):
+        trainer = trainer_class(print, scaling_config=ScalingConfig(num_workers=1))
+        return {type(each).__name__ for each in trainer._create_default_callbacks()}
+
+    needless = {"DatasetsCallback", "PlacementGroupCleanerCallback"} if is_alone else {"DatasetsCallback"}
+    assert actors(driver._make_trainer_class(is_alone)) == actors(TorchTrainer) - needless
+    assert needless < actors(TorchTrainer)
+
+
 def test_workers_are_not_started_again_for_an_error_of_the_user(tmp_path, trainers):
     """One worker's error is the run's, whatever the others die of meanwhile."""
     made, failures = trainers

@@ -23,6 +23,7 @@ ROWS = 8  # of a step
 # {name: (processes, strategy, sharding, processes of a node)}
 MODES = {
     "ddp": (2, "ddp", "FULL_SHARD", 2),
+    "ddp of four": (4, "ddp", "FULL_SHARD", 4),
     "NO_SHARD": (2, "fsdp", "NO_SHARD", 2),
     "SHARD_GRAD_OP": (2, "fsdp", "SHARD_GRAD_OP", 2),
     "FULL_SHARD": (2, "fsdp", "FULL_SHARD", 2),
@@ -41,7 +42,7 @@ UNET = {
     "cross_attention_dim": 16,
     "attention_head_dim": 4,
 }
-SHARDED = [name for name in MODES if name != "ddp"]
+SHARDED = [name for name, mode in MODES.items() if mode[1] == "fsdp"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -60,9 +61,8 @@ def make_batch(step, first, count):
     return {name: torch.stack(values) for name, values in rows.items()}
 
 
-def make_run(
-    work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulation=2, dtype=torch.float32, validates=False
-):
+def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulation=2, dtype=torch.float32,
+             validates=False, reduce_dtype="fp32"):  # fmt: skip
     """Return (training.Run, its config, the UNet, its Ema), where the newest checkpoint of `work_dir` left them."""
     config = {"seed": 0, "log_every": 1, "settings": {}, "max_train_steps": STEPS, "checkpointing_steps": SAVED}
     config |= {"work_dir": str(work_dir), "gradient_accumulation_steps": accumulation, "checkpoints_total_limit": 9}
@@ -74,7 +74,7 @@ def make_run(
     if folder:  # as the index of a model folder names it
         config["model_dir"] = str(Path(work_dir).parent)
     unet = pretrain.load_unet(config, place, folder)
-    model = parallel.wrap(unet, place, strategy, sharding, dtype)
+    model = parallel.wrap(unet, place, strategy, sharding, dtype, reduce_dtype)
     optimizer = training.make_optimizer(config, {"unet": unet}, place, dtype, folder)
     ema = parallel.Ema(unet.parameters(), 0.5)
     if folder:
@@ -178,6 +178,9 @@ def work(rank, world_size, root):
             place = training.Place(rank, 2, torch.device("cpu"), 2)
             run, config, _, _ = make_run(root / name / strategy, place, strategy, "FULL_SHARD", accumulation, dtype)
             training.train_steps(run, config, place)
+    if world_size == 2:
+        run, config, _, _ = make_run(root / "bf16 gradients/ddp", place, reduce_dtype="bf16")
+        training.train_steps(run, config, place)
     torch.distributed.destroy_process_group()
 
 
@@ -188,7 +191,7 @@ def runs(tmp_path_factory):
     index = json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]})
     names = [f"{name}/{kind}" for name in MODES for kind in ("undisturbed", "resumed", "from one")]
     names += [f"{name}/{strategy}" for name in ("large batch", "bf16") for strategy in ("ddp", "fsdp")]
-    for name in ("one", "one large", "validation", *names):
+    for name in ("one", "one large", "validation", "bf16 gradients/ddp", *names):
         (root / name).mkdir(parents=True)
         (root / name).with_name("model_index.json").write_text(index)
     for name, accumulation in (("one", 2), ("one large", 1)):
@@ -337,6 +340,14 @@ def test_in_bf16_the_weights_and_the_optimizer_stay_float32(runs, strategy):
     assert losses(runs / "bf16" / strategy) != losses(runs / "one")
 
 
+def test_gradients_sent_in_bf16_are_rounded_and_no_more(runs):
+    state = read_checkpoint(checkpoint.checkpoint_path(runs / "bf16 gradients/ddp", STEPS))
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    found, expected = losses(runs / "bf16 gradients/ddp"), losses(runs / "ddp" / "undisturbed")
+    assert found[0] == expected[0] and found[1:] != expected[1:]
+    assert found == pytest.approx(expected, abs=0.01)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Averages
 
@@ -407,6 +418,13 @@ def test_the_optimizer_comes_back_bit_for_bit(tmp_path, monkeypatch):
     for mine, its in zip(modules["unet"].parameters(), other_modules["unet"].parameters(), strict=True):
         assert optimizer.state[mine].keys() == other.state[its].keys()
         assert all(torch.equal(optimizer.state[mine][key], other.state[its][key]) for key in other.state[its])
+
+
+def test_what_is_restored_lies_on_the_device_of_its_weight():
+    """Counts of steps too, which the fused kernel wants there."""
+    weight = torch.empty(3, device="meta")
+    for tensor in (torch.ones(3), torch.tensor(7.0)):
+        assert parallel.place_like(tensor, weight).device.type == "meta"
 
 
 def test_an_optimizer_of_other_weights_is_refused(tmp_path, monkeypatch):

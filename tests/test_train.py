@@ -167,6 +167,17 @@ def test_resume_is_bit_equal_after_a_crash(command, tmp_path, power_cut):
     assert losses(command.work_dir) == losses(tmp_path / "whole.work")
 
 
+def test_resume_with_8_bit_adam_is_bit_equal(command, tmp_path, power_cut):
+    command(output_dir=tmp_path / "whole", use_8bit_adam=True)
+    with power_cut():
+        command(use_8bit_adam=True, checkpointing_steps=2)
+    command(use_8bit_adam=True, checkpointing_steps=2)
+    assert_equal_weights(tmp_path / "whole", command.output_dir)
+    command(output_dir=tmp_path / "usual")
+    assert losses(command.work_dir) == pytest.approx(losses(tmp_path / "usual.work"), abs=1e-3)
+    assert losses(command.work_dir) != losses(tmp_path / "usual.work")
+
+
 def test_accumulation_equals_a_larger_batch(command, tmp_path):
     command(output_dir=tmp_path / "batch", train_batch_size=4, max_train_steps=3)
     command(output_dir=tmp_path / "steps", train_batch_size=2, gradient_accumulation_steps=2, max_train_steps=3)
@@ -349,6 +360,12 @@ def no_models(monkeypatch):
 def test_bad_input(command, no_models, flags, words):
     with pytest.raises(cli.BadInput, match=words):
         command(**flags)
+
+
+def test_8_bit_adam_asks_for_its_package(command, no_models, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(cli.BadInput, match=r"--use_8bit_adam .* pip install bitsandbytes"):
+        command(use_8bit_adam=True)
 
 
 def test_a_pipeline_of_another_kind_is_refused(command, no_models, tiny_model, tmp_path):

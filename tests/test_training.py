@@ -51,6 +51,39 @@ def test_a_gradient_that_is_not_finite_is_skipped_then_ends_the_run():
         optimizer.is_good()
 
 
+def test_eight_bit_averages_skip_and_come_back_bit_for_bit(tmp_path):
+    """A table of 256 values and a number of a byte each, for weights of 4,096 numbers and more."""
+    import parallel
+
+    def train(optimizer, weight, steps):
+        for step in steps:
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step(step)
+
+    def make(start=None):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(64, 64)
+        if start is not None:
+            module.load_state_dict(start)
+        module.save_pretrained = lambda folder, **_: None
+        module.bias.requires_grad_(False)
+        return {"unet": module}, make_optimizer([module.weight], use_8bit=True)
+
+    modules, optimizer = make()
+    train(optimizer, modules["unet"].weight, range(2))
+    assert optimizer.adamw.state[modules["unet"].weight]["state1"].dtype == torch.uint8
+    before = modules["unet"].weight.detach().clone()
+    modules["unet"].weight.grad = torch.full((64, 64), float("inf"))
+    optimizer.step(2)
+    assert torch.equal(modules["unet"].weight, before) and not optimizer.is_good()
+    parallel.write_state(tmp_path, modules, optimizer.adamw)
+    again, restored = make(modules["unet"].state_dict())
+    parallel.restore_optimizer(tmp_path, again, restored.adamw)
+    for each, its in ((optimizer, modules), (restored, again)):
+        train(each, its["unet"].weight, range(2, 5))
+    assert torch.equal(modules["unet"].weight, again["unet"].weight) and not torch.equal(before, again["unet"].weight)
+
+
 def test_skipped_steps_leave_the_others_as_they_would_be_without_them():
     weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     optimizers = [make_optimizer([weight]) for weight in weights]
@@ -67,6 +100,16 @@ def test_learning_rate_is_a_function_of_the_step():
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = training.Optimizer([weight], 1.0, 0.0, 1.0, False, torch.device("cpu"), ("linear", 2, 6))
     assert [optimizer.lr(step) for step in range(6)] == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])
+
+
+def test_the_last_line_of_a_log_however_long_it_is(tmp_path):
+    log = tmp_path / training.LOG
+    assert training.read_last_line(log) is None
+    log.write_text("")
+    assert training.read_last_line(log) is None
+    log.write_text("".join(f'{{"step": {step}}}\n' for step in range(5000)) + '{"step": 5000, "lo')
+    assert log.stat().st_size > 2 * training.MAX_LINE
+    assert training.read_last_line(log) == {"step": 4999}
 
 
 def test_log_drops_what_lies_past_the_step_it_continues_from(tmp_path):
