@@ -42,7 +42,7 @@ from model_folder import (
 SETTINGS = """
     instance_prompt class_prompt resolution random_crop random_flip max_variants skip_bad_images lr lr_scheduler seed
     lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay use_8bit_adam train_text_encoder
-    reduce_dtype mixed_precision
+    reduce_dtype mixed_precision compile
 """.split()  # noqa: SIM905
 
 CARD_IMAGES = 4  # samples on the model card
@@ -103,6 +103,7 @@ def _add_training_flags(parser):
     group.add_argument("--reduce_dtype", choices=("fp32", "bf16"), default="fp32", help="workers send gradients so")
     _add_switch(group, "train_text_encoder", True, "train the text encoder too")
     group.add_argument("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
+    group.add_argument("--compile", action="store_true", help="faster steps after minutes: for thousands of steps")
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of crops, order and noise")
 
     group = parser.add_argument_group("pictures while it trains, and on the model card")
@@ -194,6 +195,8 @@ def prepare(config, place):
     modules, frozen_text_encoder = load_modules(config, place, folder)
     optimizer = training.make_optimizer(config, modules, place, dtype, folder)
     joined = join_modules(modules.get("text_encoder"), modules["unet"])
+    if config["compile"]:
+        joined.compile()
     model = parallel.wrap(joined, place, reduce_dtype=config["reduce_dtype"])
     noise_scheduler = DDPMScheduler.from_pretrained(config["model_dir"], subfolder="scheduler")
     prompts = encode_prompts(config, frozen_text_encoder, place.device)

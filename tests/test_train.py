@@ -190,6 +190,13 @@ def test_gradient_checkpointing_changes_no_loss(command, tmp_path):
     assert losses(tmp_path / "plain.work") == pytest.approx(losses(tmp_path / "again.work"), abs=1e-6)
 
 
+@pytest.mark.faults  # not one, but two minutes of a compiler
+def test_compiled_steps_have_the_same_losses(command, tmp_path):
+    command(output_dir=tmp_path / "plain", max_train_steps=2)
+    command(output_dir=tmp_path / "compiled", max_train_steps=2, compile=True)
+    assert losses(tmp_path / "plain.work") == pytest.approx(losses(tmp_path / "compiled.work"), abs=1e-4)
+
+
 @pytest.mark.parametrize("num_pairs", [1, 2, 3])
 @pytest.mark.parametrize("model", ["tiny_model", "tiny_v_model"])
 def test_training_step_by_hand(request, model, num_pairs):
