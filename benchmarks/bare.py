@@ -1,6 +1,8 @@
 """train.py's own step in a bare PyTorch loop: no Ray, no checkpoints, no resuming. The difference is what those cost.
 
-Takes the cache of latents and the settings that a run of train.py left in its work folder.
+Takes the cache of latents and the settings that a run of train.py left in its work folder. --without leaves out what
+makes the step faster: `cache` encodes the pictures in every step, `channels_last` keeps the usual memory layout, `sdpa`
+writes attention out, `fused` takes AdamW weight by weight. The losses are the same but for rounding (agree.py).
 
     python benchmarks/bare.py --work_dir data/tuned.work --model_dir M --max_train_steps 40 --log log.jsonl
 """
@@ -17,12 +19,45 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 from diffusers import DDPMScheduler
+from diffusers.models.attention_processor import AttnProcessor
 
 from checkpoint import read_json, read_manifest
-from dataset import Batches, Pairs
+from dataset import Batches, Pairs, PosteriorEncoder
 from model_folder import read_config, tokenize
 from train import join_modules, training_step
-from utils import load_models, set_up_torch
+from utils import encode_posterior, load_models, set_up_torch
+
+SWITCHES = ("cache", "channels_last", "sdpa", "fused")
+
+
+class Encoded:
+    """In place of the cache: the mean (0) or standard deviation (1) of a row, encoded when it is asked for."""
+
+    def __init__(self, encoder, rows, pairs, part):
+        self.encoder, self.rows, self.pairs, self.part = encoder, rows, pairs, part
+
+    def __getitem__(self, row):
+        path, variant = self.rows[row]
+        pixel_values = self.encoder._pixel_values(path, row // self.pairs.num_variants, variant)
+        with torch.inference_mode():
+            return encode_posterior(self.encoder.vae, torch.from_numpy(pixel_values)[None])[self.part][0].clone()
+
+
+def make_batches(args, settings):
+    """Return the dataset.Batches of the run."""
+    rows = read_manifest(Path(args.work_dir) / "posteriors")["images"]
+    num_class = sum(variant is None for _, variant in rows)
+    num_instance = len({path for path, variant in rows if variant is not None})
+    pairs = Pairs(num_instance, num_class, settings["max_variants"], settings["seed"])
+    prompts = [settings["instance_prompt"], settings["class_prompt"]]
+    ids = [torch.tensor(row) for row in tokenize(args.model_dir, prompts)]
+    timesteps = read_config(args.model_dir, "scheduler")["num_train_timesteps"]
+    batches = Batches(Path(args.work_dir) / "posteriors", pairs, *ids, settings["seed"], timesteps)
+    if "cache" in args.without:
+        options = {name: settings[name] for name in ("resolution", "random_crop", "random_flip", "seed")}
+        encoder = PosteriorEncoder(args.model_dir, **options)
+        batches.cache = {name: Encoded(encoder, rows, pairs, part) for part, name in enumerate(("mean", "std"))}
+    return batches
 
 
 def main(args):
@@ -30,23 +65,19 @@ def main(args):
     set_up_torch("cpu", args.num_threads)
     settings = read_json(Path(args.work_dir) / "run.json")["settings"]
     modules = load_models(args.model_dir, ("text_encoder", "unet"), torch.float32)
-    modules["unet"].to(memory_format=torch.channels_last)
+    if "channels_last" not in args.without:
+        modules["unet"].to(memory_format=torch.channels_last)
+    if "sdpa" in args.without:
+        modules["unet"].set_attn_processor(AttnProcessor())
+        modules["text_encoder"].set_attn_implementation("eager")
     model = join_modules(*(modules[name].train() for name in ("text_encoder", "unet")))
-    noise_scheduler = DDPMScheduler.from_pretrained(args.model_dir, subfolder="scheduler")
-    rows = read_manifest(Path(args.work_dir) / "posteriors")["images"]
-    num_class = sum(variant is None for _, variant in rows)
-    num_instance = len({path for path, variant in rows if variant is not None})
-    pairs = Pairs(num_instance, num_class, settings["max_variants"], settings["seed"])
-    ids = [
-        torch.tensor(row) for row in tokenize(args.model_dir, [settings["instance_prompt"], settings["class_prompt"]])
-    ]
-    timesteps = noise_scheduler.config.num_train_timesteps
-    batches = Batches(Path(args.work_dir) / "posteriors", pairs, *ids, settings["seed"], timesteps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], fused=True)
+    fused = {"foreach": False} if "fused" in args.without else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], **fused)
+    batches = make_batches(args, settings)
     step_losses = partial(
         training_step,
         model,
-        noise_scheduler=noise_scheduler,
+        noise_scheduler=DDPMScheduler.from_pretrained(args.model_dir, subfolder="scheduler"),
         vae_config=read_config(args.model_dir, "vae"),
         num_instance=1,
         prior_loss_weight=settings["prior_loss_weight"],
@@ -70,4 +101,5 @@ if __name__ == "__main__":
     parser.add_argument("--log_every", type=int, default=5, help="steps between lines of the log")
     parser.add_argument("--log", required=True, help="file for them")
     parser.add_argument("--num_threads", type=int, default=2, help="of PyTorch")
+    parser.add_argument("--without", nargs="*", choices=SWITCHES, default=[], help="what is left out")
     main(parser.parse_args())

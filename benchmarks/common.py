@@ -1,5 +1,6 @@
 """What the measurements share: raw data of noise, made as they need it, and the speed of a training by its log."""
 
+import contextlib
 import io
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
@@ -31,20 +33,36 @@ def write_data(folder, num_rows, size, seed=0):
         pq.write_table(pa.table({"image": images, "caption": captions}), folder / f"{start:06d}.parquet")
 
 
-def follow(log, first, last, script, *arguments):
-    """Run a script; return its steps a second between two steps that its log shows, and the seconds to `first`."""
+def follow(log, steps, script, *arguments):
+    """Run a script until its log shows the last of `steps`, and kill it; return the seconds to each of them."""
     seen, started = {}, time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
-        running = subprocess.Popen(
+        running = psutil.Popen(
             [sys.executable, script, *map(str, arguments)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors
         )
-        while running.poll() is None:
+        while running.poll() is None and len(seen) < len(steps):
             lines = log.read_text().splitlines() if log.exists() else []
-            for step in (first, last):
+            for step in steps:
                 if step not in seen and len(lines) >= step // LOG_EVERY:
-                    seen[step] = time.monotonic()
+                    seen[step] = time.monotonic() - started
             time.sleep(0.02)
-        if running.returncode or len(seen) < 2:
+        if len(seen) < len(steps):
             errors.seek(0)
             sys.exit(f"{script} {arguments} ended with {running.returncode}: {errors.read()[-2000:]}")
-    return (last - first) / (seen[last] - seen[first]), seen[first] - started
+        end_tree(running)
+    return [seen[step] for step in steps]
+
+
+def end_tree(process):
+    """Kill a process and all that it started, and wait until they are gone."""
+    tree = [process, *process.children(recursive=True)]
+    for each in tree:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    psutil.wait_procs(tree, timeout=30)
+
+
+def rate(log, first, last, script, *arguments):
+    """Run a script; return its steps a second between two steps that its log shows."""
+    begin, end = follow(log, (first, last), script, *arguments)
+    return (last - first) / (end - begin)

@@ -12,15 +12,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import LOG_EVERY, ROOT, follow, write_data
+from common import LOG_EVERY, ROOT, rate, write_data
 
 
-def rate(folder, flags, args):
+def measure(folder, flags, args):
     """Return the images a second of one run, between its tenth step and its last."""
     output = Path(folder) / f"run-{time.time_ns()}"
     flags = [*flags, "--model_dir", args.model_dir, "--output_dir", output, "--max_steps", args.steps]
     flags += ["--batch_size_per_worker", args.batch_size, "--num_workers", args.num_workers, "--log_every", LOG_EVERY]
-    steps_a_second, _ = follow(Path(f"{output}.work/log.jsonl"), 2 * LOG_EVERY, args.steps, "pretrain.py", *flags)
+    steps_a_second = rate(Path(f"{output}.work/log.jsonl"), 2 * LOG_EVERY, args.steps, "pretrain.py", *flags)
     return steps_a_second * args.batch_size * max(1, args.num_workers)
 
 
@@ -35,7 +35,7 @@ def main(args):
         rates = {way: [] for way in ways}
         for _ in range(args.repeats):
             for way, flags in ways.items():
-                rates[way].append(rate(folder, flags, args))
+                rates[way].append(measure(folder, flags, args))
             print("  ".join(f"{way} {values[-1]:6.1f} images/s" for way, values in rates.items()), flush=True)
     medians = {way: statistics.median(values) for way, values in rates.items()}
     ratios = sorted(online / offline for online, offline in zip(rates["online"], rates["offline"], strict=True))

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -19,7 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import LOG_EVERY, ROOT, follow
+import psutil
+from common import LOG_EVERY, ROOT, end_tree, follow, rate
 
 EMBEDDED, SUBJECT = "models/emoji-64", "assets/subject"
 PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
@@ -59,24 +61,24 @@ class Inputs:
 
 
 def train(inputs, steps, *flags):
-    """Return train.py's (steps a second, seconds to the first that count)."""
+    """Return train.py's steps a second."""
     output = inputs.new()
     arguments = ("--output_dir", output, "--max_train_steps", steps, *inputs.training_flags(), *flags)
-    return follow(Path(f"{output}.work/log.jsonl"), LOG_EVERY * 2, steps, "train.py", *arguments)
+    return rate(Path(f"{output}.work/log.jsonl"), LOG_EVERY * 2, steps, "train.py", *arguments)
 
 
 def train_as_published(inputs, steps, *flags):
-    """Return the published loop's (steps a second, seconds to the first that count)."""
+    """Return the published loop's steps a second."""
     output = inputs.new()
     arguments = ("train", "--output_dir", output, "--max_train_steps", steps, *inputs.training_flags(), *flags)
-    return follow(output / "log.jsonl", LOG_EVERY * 2, steps, "benchmarks/published.py", *arguments)
+    return rate(output / "log.jsonl", LOG_EVERY * 2, steps, "benchmarks/published.py", *arguments)
 
 
 def train_bare(inputs, steps, work_dir):
-    """Return the bare loop's (steps a second, seconds to the first that count)."""
+    """Return the bare loop's steps a second."""
     log = Path(f"{inputs.new()}.jsonl")
     flags = ("--work_dir", work_dir, "--model_dir", inputs.model_dir, "--max_train_steps", steps, "--log", log)
-    return follow(log, LOG_EVERY * 2, steps, "benchmarks/bare.py", *flags)
+    return rate(log, LOG_EVERY * 2, steps, "benchmarks/bare.py", *flags)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -87,8 +89,8 @@ def train_published_embedded(args, folder):
     """Steps/s of train.py over the published loop, embedded model."""
     inputs = Inputs(folder, EMBEDDED)
     for _ in range(args.repeats):
-        ours, _ = train(inputs, 60, "--num_workers", 1)
-        theirs, _ = train_as_published(inputs, 30, "--cpus_per_worker", 2)
+        ours = train(inputs, 60, "--num_workers", 1)
+        theirs = train_as_published(inputs, 30, "--cpus_per_worker", 2)
         yield ours, theirs
 
 
@@ -97,8 +99,8 @@ def train_published_proportional(args, folder, *flags):
     run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
     inputs = Inputs(folder, folder / "model")
     for _ in range(args.repeats):
-        ours, _ = train(inputs, 40, "--num_workers", 1)
-        theirs, _ = train_as_published(inputs, 40, "--cpus_per_worker", 2, *flags)
+        ours = train(inputs, 30, "--num_workers", 1)
+        theirs = train_as_published(inputs, 30, "--cpus_per_worker", 2, *flags)
         yield ours, theirs
 
 
@@ -113,8 +115,8 @@ def train_bare_embedded(args, folder):
     train(inputs, 20, "--num_workers", 0)
     work_dir = f"{folder}/run-{inputs.runs}.work"
     for _ in range(args.repeats):
-        ours, _ = train(inputs, 120, "--num_workers", 1)
-        theirs, _ = train_bare(inputs, 120, work_dir)
+        ours = train(inputs, 120, "--num_workers", 1)
+        theirs = train_bare(inputs, 120, work_dir)
         yield ours, theirs
 
 
@@ -123,8 +125,8 @@ def two_workers(args, folder):
     run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
     inputs = Inputs(folder, folder / "model")
     for _ in range(args.repeats):
-        two, _ = train(inputs, 30, "--num_workers", 2, "--cpus_per_worker", 1)
-        one, _ = train(inputs, 30, "--num_workers", 1, "--cpus_per_worker", 1)
+        two = train(inputs, 30, "--num_workers", 2, "--cpus_per_worker", 1)
+        one = train(inputs, 30, "--num_workers", 1, "--cpus_per_worker", 1)
         yield 2 * two, one
 
 
@@ -168,20 +170,63 @@ def whole_job(args, folder):
         yield 1 / seconds[0], 1 / seconds[1]
 
 
+class Peer:
+    """diffusers' train_dreambooth.py at --peer, with flags that match ours; it wants a base model in float32."""
+
+    def __init__(self, args, inputs):
+        import torch
+        from diffusers import StableDiffusionPipeline
+
+        model = inputs.folder / "float32"
+        StableDiffusionPipeline.from_pretrained(ROOT / EMBEDDED, dtype=torch.float32).save_pretrained(model)
+        self.inputs = inputs
+        self.command = [sys.executable, args.peer, "--pretrained_model_name_or_path", model, *PROMPTS]
+        self.command += ["--instance_data_dir", SUBJECT, "--class_data_dir", inputs.class_images, "--resolution", 64]
+        self.command += [
+            "--with_prior_preservation",
+            "--num_class_images",
+            len(list(inputs.class_images.glob("*.png"))),
+        ]
+        self.command += ["--train_batch_size", 1, "--train_text_encoder", "--learning_rate", 5e-6]
+        self.command += ["--lr_scheduler", "constant"]
+
+    def follow(self, steps):
+        """Run it until its progress bar shows the last of `steps`; return the seconds to each of them."""
+        flags = ("--max_train_steps", steps[-1] + LOG_EVERY, "--output_dir", self.inputs.new())
+        seen, text, started = {}, "", time.monotonic()
+        with psutil.Popen(
+            [*map(str, (*self.command, *flags))], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        ) as running:
+            while len(seen) < len(steps):
+                more = running.stderr.read1(1000).decode(errors="replace")
+                if not more:
+                    sys.exit(f"{self.command} ended: {text[-2000:]}")
+                text = (text + more)[-3000:]
+                done = max(map(int, re.findall(r"Steps:[^|]*\|[^|]*\| (\d+)/", text)), default=0)
+                seen |= {step: time.monotonic() - started for step in steps if step not in seen and done >= step}
+            end_tree(running)
+        return [seen[step] for step in steps]
+
+
 def peer(args, folder):
     """Steps/s of train.py --num_workers 0 over diffusers' train_dreambooth.py at --peer, embedded model."""
     inputs = Inputs(folder, EMBEDDED)
-    for repeat in range(args.repeats):
-        ours, _ = train(inputs, 120, "--num_workers", 0)
-        flags = ("--pretrained_model_name_or_path", EMBEDDED, "--instance_data_dir", SUBJECT, "--class_data_dir",
-                 inputs.class_images, *PROMPTS, "--with_prior_preservation", "--num_class_images", 20, "--resolution",
-                 64, "--train_batch_size", 1, "--train_text_encoder", "--learning_rate", 5e-6, "--lr_scheduler",
-                 "constant")  # fmt: skip
-        times = [
-            run(args.peer, *flags, "--max_train_steps", steps, "--output_dir", folder / f"peer-{repeat}-{steps}")
-            for steps in (10, 130)
-        ]
-        yield ours, 120 / (times[1] - times[0])
+    theirs = Peer(args, inputs)
+    for _ in range(args.repeats):
+        ours = train(inputs, 110, "--num_workers", 0)
+        begin, end = theirs.follow((10, 110))
+        yield ours, 100 / (end - begin)
+
+
+def peer_start(args, folder):
+    """The same in ten steps from the command on, a second: imports, models, our cache of latents, ten steps."""
+    inputs = Inputs(folder, EMBEDDED)
+    theirs = Peer(args, inputs)
+    for _ in range(args.repeats):
+        output = inputs.new()
+        arguments = ("--output_dir", output, "--max_train_steps", 20, *inputs.training_flags(), "--num_workers", 0)
+        ours = follow(Path(f"{output}.work/log.jsonl"), (10,), "train.py", *arguments)[0]
+        yield 10 / ours, 10 / theirs.follow((10,))[0]
 
 
 ROWS = {
@@ -195,6 +240,7 @@ ROWS = {
         class_images,
         whole_job,
         peer,
+        peer_start,
     )
 }
 
@@ -202,7 +248,7 @@ ROWS = {
 def main(args):
     """Measure the rows, print a table line for each, then one JSON line."""
     results = {}
-    for name in args.only or [name for name in ROWS if name != "peer" or args.peer]:
+    for name in args.only or [name for name in ROWS if not name.startswith("peer") or args.peer]:
         folder = Path(tempfile.mkdtemp(prefix="speed-"))
         pairs = []
         for pair in ROWS[name](args, folder):

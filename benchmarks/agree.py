@@ -1,0 +1,83 @@
+"""Does what makes a step faster leave its numbers alone? Losses of the same steps with and without each of it.
+
+The first run is train.py in one process; the others are train.py with other flags, or the bare loop without what is
+named. Prints the largest difference of the losses of any step, then one JSON line.
+
+    python benchmarks/agree.py --max_train_steps 20
+    python benchmarks/agree.py --max_train_steps 20 --compile
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bare import SWITCHES
+from common import ROOT
+
+from training import read_log
+
+MODEL, SUBJECT = "models/emoji-64", "assets/subject"
+PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
+FLAGS = {
+    "one Ray worker": ("--num_workers", 1),
+    "gradient checkpointing": ("--num_workers", 0, "--gradient_checkpointing"),
+    "compiled": ("--num_workers", 0, "--compile"),
+}
+PAIRS = {  # of two pairs a step, beside one batch of two
+    "two workers of one pair": ("--num_workers", 2),
+    "two batches of one pair": ("--num_workers", 0, "--gradient_accumulation_steps", 2),
+    "two workers, bf16 gradients": ("--num_workers", 2, "--reduce_dtype", "bf16"),
+}
+
+
+def run(script, *arguments):
+    """Run a script of the project."""
+    command = [sys.executable, script, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
+
+
+def main(args):
+    """Run all, print a table and one JSON line."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = {}
+
+        def train(name, *flags):
+            output = Path(folder) / name.replace(" ", "-")
+            images = ("--instance_images_dir", SUBJECT, "--class_images_dir", SUBJECT, *PROMPTS)
+            steps = ("--max_train_steps", args.max_train_steps, "--log_every", 1)
+            run("train.py", "--model_dir", MODEL, "--output_dir", output, *images, *steps, *flags)
+            return Path(f"{output}.work")
+
+        def losses(log):
+            return [line["loss"] for line in read_log(log)]
+
+        def compare(name, found, expected):
+            results[name] = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+            print(f"{name:50s} {results[name]:.1e} of {expected[-1]:.2f}", flush=True)
+
+        base = train("base", "--num_workers", 0)
+        expected = losses(base / "log.jsonl")
+        for name, flags in FLAGS.items():
+            if name != "compiled" or args.compile:
+                compare(name, losses(train(name, *flags) / "log.jsonl"), expected)
+        for without in ((), *((switch,) for switch in SWITCHES), SWITCHES):
+            log = Path(folder) / "-".join(("bare", *without))
+            flags = ("--work_dir", base, "--model_dir", MODEL, "--log", log, "--log_every", 1)
+            run("benchmarks/bare.py", *flags, "--max_train_steps", args.max_train_steps, "--without", *without)
+            compare(f"bare loop without {', '.join(without) or 'Ray'}", losses(log), expected)
+        pairs = losses(train("pairs", "--num_workers", 0, "--train_batch_size", 2) / "log.jsonl")
+        for name, flags in PAIRS.items():
+            compare(name, losses(train(name, *flags) / "log.jsonl"), pairs)
+    print(json.dumps({"largest_differences": results, "steps": args.max_train_steps}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max_train_steps", type=int, default=20, help="steps that are compared")
+    parser.add_argument("--compile", action="store_true", help="train.py --compile too, which takes minutes")
+    main(parser.parse_args())

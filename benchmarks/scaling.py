@@ -1,0 +1,194 @@
+"""What a step of train.py costs as images, steps and workers grow, measured here, and on paper for up to 64 workers.
+
+Measured, embedded model: steps/s with 10 to 160 class images, early and late in a run, and of one and two workers of
+one thread. The model of a step: its work, linear in the pairs of a batch, plus what the average of the gradients takes
+that does not hide behind the backward pass. A ring sends 2 (n - 1) / n times the gradients' bytes from each of n
+workers, in 2 (n - 1) hops a bucket. The work and the wire's speed are fitted to the measurements; for Stable Diffusion
+1.x on GPUs they are calculated: floating-point operations at an assumed utilisation, the nominal speed of links.
+
+    python benchmarks/scaling.py --repeats 5 --output data/scaling.png
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from common import LOG_EVERY, follow
+from PIL import Image
+
+MODEL, SUBJECT = "models/emoji-64", "assets/subject"
+PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
+IMAGES = (10, 40, 160)  # class images
+THIRDS = ("steps 10 to 100", "steps 100 to 200", "steps 200 to 300")
+PAIRS = (1, 2)  # of a batch
+WORKERS = (1, 2, 4, 8, 16, 32, 64)
+BUCKET = 25 * 2**20  # bytes, DDP's
+# Stable Diffusion 1.x at 512 pixels: TFLOP of a pair, forward and backward; the weights of UNet and text encoder.
+GPU = {"tflop": 2 * 2.407, "tflops": 312, "utilisation": 0.4, "weights": 859_520_964 + 123_060_480, "hop": 20e-6}
+LINKS = {"NVLink, 200 GB/s": 200e9, "100 Gbit/s": 12.5e9}  # of one worker to the next
+BACKWARD = 2 / 3  # of a step's work, behind which the average hides on a GPU; a CPU has no core to spare
+# What is changed where the curve bends: (pairs of a batch, batches of a step, bytes of a gradient)
+REMEDIES = {
+    "1 pair": (1, 1, 4),
+    "1 pair, --reduce_dtype bf16": (1, 1, 2),
+    "4 pairs": (4, 1, 4),
+    "4 pairs, 8 batches": (4, 8, 4),
+    "4 pairs, 8 batches, bf16": (4, 8, 2),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measured
+
+
+def make_images(folder, count):
+    """Make a folder of `count` images of noise; what they show does not matter to the speed."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(folder / f"{number:04d}.png")
+    return folder
+
+
+class Runs:
+    """Runs of train.py in one folder."""
+
+    def __init__(self, folder):
+        self.folder, self.numbers = Path(folder), itertools.count()
+        self.class_images = {count: make_images(self.folder / f"class-{count}", count) for count in IMAGES}
+
+    def rates(self, *flags, num_class=IMAGES[0], steps=(2 * LOG_EVERY, 60)):
+        """Return the steps/s between each two of `steps`."""
+        output = self.folder / f"run-{next(self.numbers)}"
+        images = ("--instance_images_dir", SUBJECT, "--class_images_dir", self.class_images[num_class], *PROMPTS)
+        every = ("--max_train_steps", steps[-1], "--log_every", LOG_EVERY)
+        log = Path(f"{output}.work/log.jsonl")
+        seconds = follow(log, steps, "train.py", "--model_dir", MODEL, "--output_dir", output, *images, *every, *flags)
+        return [(steps[i + 1] - steps[i]) / (seconds[i + 1] - seconds[i]) for i in range(len(steps) - 1)]
+
+
+def measure(runs, repeats):
+    """Return {what: [steps/s, ...]}, all taken in turn."""
+    found = {}
+    for _ in range(repeats):
+        for count in IMAGES:
+            found.setdefault(f"{count} class images", []).extend(runs.rates("--num_workers", 0, num_class=count))
+        for name, rate in zip(THIRDS, runs.rates("--num_workers", 0, steps=(10, 100, 200, 300)), strict=True):
+            found.setdefault(name, []).append(rate)
+        for num_workers, pairs in itertools.product((1, 2), PAIRS):
+            flags = ("--num_workers", num_workers, "--cpus_per_worker", 1, "--train_batch_size", pairs)
+            name = f"{num_workers} workers of {pairs} pairs"
+            found.setdefault(name, []).extend(runs.rates(*flags, steps=(10, 30)))
+        print("  ".join(f"{name}: {rates[-1]:.2f}" for name, rates in found.items()), flush=True)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On paper
+
+
+def average_seconds(workers, weights, bytes_each, bytes_a_second, hop):
+    """Return (seconds, bytes that a worker sends) of the average of the gradients over a ring."""
+    size = weights * bytes_each
+    sent = 2 * (workers - 1) / workers * size
+    return sent / bytes_a_second + 2 * (workers - 1) * hop * -(-size // BUCKET), sent
+
+
+def efficiency(workers, work, weights, wire, hop, hides=0.0, batches=1, bytes_each=4):
+    """Return the share of its time that a worker works; work: seconds of a batch, of which `batches` make a step.
+
+    hides: the share of a batch's work behind which the average may hide.
+    """
+    average = average_seconds(workers, weights, bytes_each, wire, hop)[0] if workers > 1 else 0.0
+    step = batches * work
+    return step / (step + max(0.0, average - hides * work))
+
+
+def fit(medians, weights):
+    """Return (seconds a step, seconds a pair, bytes/s of the wire) of the measured steps/s of one and two workers."""
+    one, two = ([1 / medians[f"{count} workers of {pairs} pairs"] for pairs in PAIRS] for count in (1, 2))
+    pair = (one[1] - one[0]) / (PAIRS[1] - PAIRS[0])
+    waits = [max(1e-3, b - a) for a, b in zip(one, two, strict=True)]
+    return one[0] - PAIRS[0] * pair, pair, weights * 4 / statistics.mean(waits)
+
+
+def curves(medians, weights):
+    """Return {name: [efficiency for each of WORKERS]}: of this machine's CPU workers, and of GPUs by REMEDIES."""
+    step, pair, wire = fit(medians, weights)
+    found = {
+        f"this CPU, {pairs} pairs": [efficiency(n, step + pairs * pair, weights, wire, 1e-4) for n in WORKERS]
+        for pairs in (1, 4)
+    }
+    second = GPU["tflop"] / (GPU["tflops"] * GPU["utilisation"])
+    for (link, speed), (name, (pairs, batches, size)) in itertools.product(LINKS.items(), REMEDIES.items()):
+        rest = (GPU["weights"], speed, GPU["hop"], BACKWARD, batches, size)
+        found[f"{link}: {name}"] = [efficiency(n, pairs * second, *rest) for n in WORKERS]
+    return found
+
+
+def draw(found, medians, path):
+    """Draw the curves, and the two measured points among them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for name, values in found.items():
+        on_gpu = not name.startswith("this CPU")
+        axes[int(on_gpu)].plot(WORKERS, values, marker=".", linestyle="--" if "NVLink" in name else "-", label=name)
+    for pairs in PAIRS:
+        measured = medians[f"2 workers of {pairs} pairs"] / medians[f"1 workers of {pairs} pairs"]
+        axes[0].plot([2], [measured], "o", label=f"measured, {pairs} pairs")
+    for axis, title in zip(axes, ("embedded model, CPU workers of one thread", "SD 1.x at 512, GPUs"), strict=True):
+        axis.set(title=title, xscale="log", xlabel="workers", xticks=WORKERS, xticklabels=WORKERS, ylim=(0, 1.05))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel("efficiency of a step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def count_weights():
+    """Return the number of trained weights of the embedded model."""
+    import sys
+
+    from common import ROOT
+
+    sys.path.insert(0, str(ROOT))
+    from model_folder import count_weights
+
+    return sum(count_weights(ROOT / MODEL / name) for name in ("unet", "text_encoder"))
+
+
+def main(args):
+    """Measure, fit, print tables and one JSON line, and draw the curves."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Runs(folder), args.repeats)
+    medians = {name: statistics.median(rates) for name, rates in found.items()}
+    for name, rates in found.items():
+        print(f"{name:28s} {medians[name]:6.2f} steps/s  ({min(rates):.2f} to {max(rates):.2f})")
+    weights = count_weights()
+    step, pair, wire = fit(medians, weights)
+    print(f"fitted: {step:.3f} s a step and {pair:.3f} s a pair of work; gradients travel at {wire / 1e6:.0f} MB/s")
+    print(f"{'efficiency of workers':50s}" + "".join(f"{n:7d}" for n in WORKERS))
+    efficiencies = curves(medians, weights)
+    for name, values in efficiencies.items():
+        print(f"{name:50s}" + "".join(f"{100 * value:6.0f}%" for value in values))
+    for label, count in (("embedded", weights), ("SD 1.x", GPU["weights"])):
+        sent = [average_seconds(n, count, 4, 1, 0)[1] / 1e6 for n in WORKERS]
+        print(f"{f'MB that a worker sends a step, {label}':50s}" + "".join(f"{each:7.0f}" for each in sent))
+    draw(efficiencies, medians, args.output)
+    print(json.dumps({"steps_a_second": found, "fit": [step, pair, wire], "efficiency": efficiencies}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
+    parser.add_argument("--output", required=True, help="picture of the curves")
+    main(parser.parse_args())
