@@ -179,14 +179,12 @@ class Peer:
 
         model = inputs.folder / "float32"
         StableDiffusionPipeline.from_pretrained(ROOT / EMBEDDED, dtype=torch.float32).save_pretrained(model)
-        self.inputs = inputs
+        self.inputs, class_images = inputs, inputs.folder / "class-png"
+        class_images.mkdir()
+        pictures = [shutil.copy(path, class_images) for path in inputs.class_images.glob("*.png")]  # it opens all files
         self.command = [sys.executable, args.peer, "--pretrained_model_name_or_path", model, *PROMPTS]
-        self.command += ["--instance_data_dir", SUBJECT, "--class_data_dir", inputs.class_images, "--resolution", 64]
-        self.command += [
-            "--with_prior_preservation",
-            "--num_class_images",
-            len(list(inputs.class_images.glob("*.png"))),
-        ]
+        self.command += ["--instance_data_dir", SUBJECT, "--class_data_dir", class_images, "--resolution", 64]
+        self.command += ["--with_prior_preservation", "--num_class_images", len(pictures)]
         self.command += ["--train_batch_size", 1, "--train_text_encoder", "--learning_rate", 5e-6]
         self.command += ["--lr_scheduler", "constant"]
 
