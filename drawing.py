@@ -186,7 +186,7 @@ class ImageDrawer:
         text = PngInfo()
         text.add_text("record", json.dumps(record, sort_keys=True))
         data = io.BytesIO()
-        image.save(data, "PNG", pnginfo=text)
+        image.save(data, "PNG", pnginfo=text, compress_level=1)  # a fifth of the usual time, a sixth more bytes
         write_bytes(self.output_dir / name, data.getvalue())
         return {**record, "file_name": name, "sha256": hashlib.sha256(data.getvalue()).hexdigest()}
 

@@ -173,18 +173,18 @@ def whole_job(args, folder):
 class Peer:
     """diffusers' train_dreambooth.py at --peer, with flags that match ours; it wants a base model in float32."""
 
-    def __init__(self, args, inputs):
+    def __init__(self, args, inputs, resolution=64):
         import torch
         from diffusers import StableDiffusionPipeline
 
         model = inputs.folder / "float32"
-        StableDiffusionPipeline.from_pretrained(ROOT / EMBEDDED, dtype=torch.float32).save_pretrained(model)
+        StableDiffusionPipeline.from_pretrained(ROOT / inputs.model_dir, dtype=torch.float32).save_pretrained(model)
         self.inputs, class_images = inputs, inputs.folder / "class-png"
         class_images.mkdir()
         pictures = [shutil.copy(path, class_images) for path in inputs.class_images.glob("*.png")]  # it opens all files
         self.command = [sys.executable, args.peer, "--pretrained_model_name_or_path", model, *PROMPTS]
-        self.command += ["--instance_data_dir", SUBJECT, "--class_data_dir", class_images, "--resolution", 64]
-        self.command += ["--with_prior_preservation", "--num_class_images", len(pictures)]
+        self.command += ["--instance_data_dir", SUBJECT, "--class_data_dir", class_images]
+        self.command += ["--with_prior_preservation", "--num_class_images", len(pictures), "--resolution", resolution]
         self.command += ["--train_batch_size", 1, "--train_text_encoder", "--learning_rate", 5e-6]
         self.command += ["--lr_scheduler", "constant"]
 
@@ -206,7 +206,7 @@ class Peer:
         return [seen[step] for step in steps]
 
 
-def peer(args, folder):
+def peer_embedded(args, folder):
     """Steps/s of train.py --num_workers 0 over diffusers' train_dreambooth.py at --peer, embedded model."""
     inputs = Inputs(folder, EMBEDDED)
     theirs = Peer(args, inputs)
@@ -216,8 +216,19 @@ def peer(args, folder):
         yield ours, 100 / (end - begin)
 
 
+def peer_proportional(args, folder):
+    """The same, random weights in Stable Diffusion's proportions."""
+    run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
+    inputs = Inputs(folder, folder / "model")
+    theirs = Peer(args, inputs, resolution=128)
+    for _ in range(args.repeats):
+        ours = train(inputs, 40, "--num_workers", 0)
+        begin, end = theirs.follow((10, 40))
+        yield ours, 30 / (end - begin)
+
+
 def peer_start(args, folder):
-    """The same in ten steps from the command on, a second: imports, models, our cache of latents, ten steps."""
+    """Ten steps from the command on, a second, embedded model: imports, models, our cache of latents, ten steps."""
     inputs = Inputs(folder, EMBEDDED)
     theirs = Peer(args, inputs)
     for _ in range(args.repeats):
@@ -237,7 +248,8 @@ ROWS = {
         two_workers,
         class_images,
         whole_job,
-        peer,
+        peer_embedded,
+        peer_proportional,
         peer_start,
     )
 }

@@ -1,8 +1,9 @@
-"""The seconds between a command and its first image or step, part by part, with Ray and without.
+"""Where the time of a command goes, part by part, with Ray and without.
 
-Seen from outside: when Ray's first process is there, when the worker or actor is, when the first image or log line is.
+Seen from outside: when Ray's first process is there, when an actor or worker is, when the cache of latents, the first
+and the last image or line of the log, the result. Draws the parts as bars.
 
-    python benchmarks/startup.py --repeats 5
+    python benchmarks/startup.py --repeats 5 --output data/startup.png
 """
 
 import argparse
@@ -18,67 +19,133 @@ import psutil
 from common import ROOT
 
 SUBJECT, PROMPT = "assets/subject", "a 3d emoji of a cat"
-PARTS = ("python, flags, checks", "Ray", "worker or here: imports, model, the first")
+IMAGES, STEPS = 40, 100
 
 
-def is_there(process, name):
-    """Return whether a child of a process has `name` in its command line."""
-    for child in process.children(recursive=True):
-        try:
-            if name in " ".join(child.cmdline()):
-                return True
-        except psutil.Error:
-            continue
-    return False
+def process_named(name):
+    """Return a mark: whether a process of the command's tree has `name` in its command line."""
+
+    def is_there(running):
+        for child in running.children(recursive=True):
+            try:
+                if name in " ".join(child.cmdline()):
+                    return True
+            except psutil.Error:
+                continue
+        return False
+
+    return is_there
 
 
-def watch(command, worker, done):
-    """Run a command until `done()`; return the seconds of each of PARTS; without Ray the second is 0."""
-    start, marks = time.monotonic(), {}
+def files(folder, pattern, count=1):
+    """Return a mark: whether `folder` holds so many files."""
+    return lambda running: sum(1 for _ in folder.glob(pattern)) >= count
+
+
+def lines(log, count):
+    """Return a mark: whether a log has so many lines."""
+    return lambda running: log.exists() and log.read_bytes().count(b"\n") >= count
+
+
+def watch(command, parts):
+    """Run a command; return the seconds that each of `parts`, {name: mark of its end}, took, and its own end."""
+    seconds, start = {}, time.monotonic()
     with psutil.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL) as running:
-        while not done():
-            if running.poll() is not None:
-                sys.exit(f"{command} ended with {running.returncode}")
-            for name in ("raylet", worker):
-                if name and name not in marks and is_there(running, name):
-                    marks[name] = time.monotonic()
-            time.sleep(0.02)
-        end = time.monotonic()
-        running.terminate()
-        running.wait()
-    begun = marks.get("raylet", start)
-    ready = marks.get(worker, begun)
-    return begun - start, ready - begun, end - ready
+        for name, mark in parts.items():
+            begin = time.monotonic()
+            while running.poll() is None and not mark(running):
+                time.sleep(0.02)
+            seconds[name] = time.monotonic() - begin
+        begin = time.monotonic()
+        if running.wait():
+            sys.exit(f"{command} ended with {running.returncode}")
+    seconds["its end"] = time.monotonic() - begin
+    return seconds, time.monotonic() - start
 
 
 def commands(folder, model_dir):
-    """Yield (name, command, the name of its worker, whether its first image or step is there)."""
+    """Yield (name, command, {part: mark of its end})."""
     for num_workers in (1, 0):
         suffix = "on Ray" if num_workers else "here"
+        ray = {"python, flags, checks": process_named("raylet")} if num_workers else {}
         out = folder / f"images-{num_workers}"
         command = ["run_model.py", "--model_dir", model_dir, "--output_dir", out, "--prompts", PROMPT]
-        command += ["--num_samples_per_prompt", 100, "--num_inference_steps", 1, "--num_workers", num_workers]
-        yield f"run_model.py {suffix}", command, "ray::MapWorker", lambda out=out: any(out.glob("*.png"))
+        command += [
+            "--batch_size",
+            10,
+            "--num_samples_per_prompt",
+            IMAGES,
+            "--num_inference_steps",
+            20,
+            "--num_workers",
+            num_workers,
+        ]
+        actor = {"Ray, an actor": process_named("ray::MapWorker")} if num_workers else {}
+        work = {"imports, model, first batch": files(out, "*.png"), "images": files(out, "*.png", IMAGES)}
+        yield f"run_model.py {suffix}", command, {**ray, **actor, **work}
         out = folder / f"tuned-{num_workers}"
         command = ["train.py", "--model_dir", model_dir, "--output_dir", out, "--instance_images_dir", SUBJECT]
         command += ["--class_images_dir", SUBJECT, "--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt"]
-        command += [PROMPT, "--max_train_steps", 500, "--log_every", 1, "--num_workers", num_workers]
-        log = Path(f"{out}.work/log.jsonl")
-        yield f"train.py {suffix}", command, "RayTrainWorker", lambda log=log: log.exists() and log.stat().st_size
+        command += [PROMPT, "--max_train_steps", STEPS, "--log_every", 1, "--num_workers", num_workers]
+        work_dir = Path(f"{out}.work")
+        worker = {"a worker": process_named("RayTrainWorker")} if num_workers else {}
+        yield (
+            f"train.py {suffix}",
+            command,
+            {
+                **ray,
+                **actor,
+                "imports, cache of latents": files(work_dir / "posteriors", "manifest.json"),
+                **worker,
+                "imports, models, first step": lines(work_dir / "log.jsonl", 1),
+                "steps": lines(work_dir / "log.jsonl", STEPS),
+                "checkpoint, result": files(out, "manifest.json"),
+            },
+        )
+
+
+def draw(medians, path):
+    """Draw a bar for each command, of its parts one after another."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(part for parts in medians.values() for part in parts))
+    colours = dict(zip(names, pyplot.get_cmap("tab20").colors, strict=False))
+    figure, axis = pyplot.subplots(figsize=(11, 3.4))
+    for row, parts in enumerate(medians.values()):
+        left = 0.0
+        for name, seconds in parts.items():
+            axis.barh(row, seconds, left=left, color=colours[name])
+            if seconds > 1:
+                axis.text(left + seconds / 2, row, f"{seconds:.0f}", ha="center", va="center", fontsize=8)
+            left += seconds
+    axis.set(yticks=range(len(medians)), yticklabels=list(medians), xlabel="seconds")
+    axis.invert_yaxis()
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
+    figure.legend(handles, names, ncols=5, fontsize=7, loc="upper center")
+    figure.tight_layout(rect=(0, 0, 1, 0.88))
+    figure.savefig(path, dpi=110)
 
 
 def main(args):
-    """Measure all in turn; print a table of medians, then one JSON line."""
-    seconds = {}
+    """Measure all in turn; print a table of medians, then one JSON line, and draw them."""
+    found = {}
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as folder:
-            for name, command, worker, done in commands(Path(folder), args.model_dir):
-                seconds.setdefault(name, []).append(watch(command, worker, done))
-                print(f"{name:20s} {'  '.join(f'{each:5.1f}' for each in seconds[name][-1])}", file=sys.stderr)
-    medians = {name: [statistics.median(part) for part in zip(*runs, strict=True)] for name, runs in seconds.items()}
+            for name, command, parts in commands(Path(folder), args.model_dir):
+                seconds, total = watch(command, parts)
+                found.setdefault(name, []).append(seconds)
+                print(f"{name:20s} {total:5.1f} s", file=sys.stderr)
+    medians = {
+        name: {part: statistics.median(run[part] for run in runs) for part in runs[0]} for name, runs in found.items()
+    }
     for name, parts in medians.items():
-        told = "  ".join(f"{part}: {each:.1f} s" for part, each in zip(PARTS, parts, strict=True))
-        print(f"{name:20s} {sum(parts):5.1f} s  {told}")
+        told = "  ".join(f"{part}: {seconds:.1f}" for part, seconds in parts.items())
+        print(f"{name:20s} {sum(parts.values()):5.1f} s  {told}")
+    if args.output:
+        draw(medians, args.output)
     print(json.dumps({"medians": medians, "repeats": args.repeats}))
 
 
@@ -86,4 +153,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="of each command")
     parser.add_argument("--model_dir", default="models/emoji-64", help="model that draws and learns")
+    parser.add_argument("--output", help="picture of the parts")
     main(parser.parse_args())
