@@ -130,22 +130,31 @@ def two_workers(args, folder):
         yield 2 * two, one
 
 
-def class_images(args, folder):
-    """Class images/s of run_model.py in batches over one at a time, both on one actor, equal sampler and steps."""
+def draw_rates(args, folder, *sides):
+    """Yield the images/s of each of `sides`, (script, flags), once a repeat: 20 steps, the time of the start apart."""
     sampler = ("--num_inference_steps", 20, "--guidance_scale", 3)
     for repeat in range(args.repeats):
         rates = []
-        for script, *flags in (
-            ("run_model.py", "--batch_size", 10, "--num_workers", 1),
-            ("benchmarks/published.py", "images", "--cpus_per_worker", 2),
-        ):
+        for number, (script, *flags) in enumerate(sides):
             times = []
-            for count in (10, 60):  # what both counts take alike, the start, is taken out
-                output = folder / f"{Path(script).stem}-{repeat}-{count}"
-                model = ("--model_dir", EMBEDDED, "--output_dir", output, "--prompts", PROMPTS[3])
-                times.append(run(script, *flags[:1], *flags[1:], *model, "--num_samples_per_prompt", count, *sampler))
+            for count in (10, 60):
+                model = ("--model_dir", EMBEDDED, "--output_dir", folder / f"{repeat}-{number}-{count}")
+                counts = ("--prompts", PROMPTS[3], "--num_samples_per_prompt", count)
+                times.append(run(script, *flags, *model, *counts, *sampler))
             rates.append(50 / (times[1] - times[0]))
         yield tuple(rates)
+
+
+def class_images(args, folder):
+    """Class images/s of run_model.py in batches over the published way, one at a time; one actor, equal sampler."""
+    ours = ("run_model.py", "--batch_size", 10, "--num_workers", 1)
+    yield from draw_rates(args, folder, ours, ("benchmarks/published.py", "images", "--cpus_per_worker", 2))
+
+
+def class_images_single(args, folder):
+    """The same over run_model.py itself with a batch of one."""
+    ours = [("run_model.py", "--batch_size", size, "--num_workers", 1) for size in (10, 1)]
+    yield from draw_rates(args, folder, *ours)
 
 
 def whole_job(args, folder):
@@ -247,6 +256,7 @@ ROWS = {
         train_bare_embedded,
         two_workers,
         class_images,
+        class_images_single,
         whole_job,
         peer_embedded,
         peer_proportional,

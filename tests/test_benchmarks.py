@@ -1,0 +1,58 @@
+"""What the measurements calculate, against numbers worked by hand; the measurements themselves are no tests."""
+
+import sys
+
+import psutil
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import common
+import scaling
+
+
+def test_a_ring_sends_nearly_twice_the_gradients():
+    seconds, sent = scaling.average_seconds(workers=4, weights=1000, bytes_each=4, bytes_a_second=3000, hop=0.5)
+    assert sent == 2 * 3 / 4 * 4000 == 6000
+    assert seconds == 6000 / 3000 + 2 * 3 * 0.5  # of one bucket
+
+
+def test_efficiency_by_hand():
+    common = {"weights": 1000, "wire": 4000, "hop": 0.0}  # two workers average in a second, many in nearly two
+    assert scaling.efficiency(1, 3.0, **common) == 1
+    assert scaling.efficiency(2, 3.0, **common) == 3 / 4
+    assert scaling.efficiency(2, 3.0, **common, batches=3) == 9 / 10
+    assert scaling.efficiency(2, 3.0, **common, bytes_each=2) == 3 / 3.5
+    assert scaling.efficiency(2, 3.0, **common, hides=0.25) == 3 / 3.25
+    assert scaling.efficiency(2, 3.0, **common, hides=0.5) == 1
+    assert scaling.efficiency(10**6, 3.0, **common) == pytest.approx(3 / 5, rel=1e-5)
+
+
+def test_the_fit_finds_what_the_numbers_were_made_of():
+    """A step of 0.1 s and 0.4 s a pair; two workers wait for 0.5 s more, in which 1000 gradients travel."""
+    medians = {f"1 workers of {pairs} pairs": 1 / (0.1 + 0.4 * pairs) for pairs in scaling.PAIRS}
+    medians |= {f"2 workers of {pairs} pairs": 1 / (0.6 + 0.4 * pairs) for pairs in scaling.PAIRS}
+    assert scaling.fit(medians, 1000) == pytest.approx((0.1, 0.4, 8000))
+
+
+def test_a_script_is_followed_to_a_step_and_no_further(tmp_path):
+    log, script = tmp_path / "log", tmp_path / "script.py"
+    script.write_text(
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        f"for line in range(100):\n    time.sleep(0.05)\n    open({str(log)!r}, 'a').write('line\\n')\n"
+        "time.sleep(600)\n"
+    )
+    first, last = common.follow(log, (5, 15), script)
+    assert 0 < first < last
+    assert len(log.read_text().splitlines()) < 50
+    assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
+
+
+def test_a_script_that_fails_is_shown(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('no model')")
+    with pytest.raises(SystemExit, match="no model"):
+        common.follow(tmp_path / "log", (5,), script)
