@@ -13,7 +13,7 @@ import time
 from common import ROOT
 
 EMBEDDED = "models/emoji-64"
-VAE_CHANNELS = (64, 80, 128, 128)
+VAE_CHANNELS = (64, 96, 128, 128)
 UNET_CHANNELS = (64, 96, 160, 160)
 
 
@@ -62,7 +62,7 @@ def measure(folder, repeats=7):
     images, latents = torch.randn(2, 3, 128, 128), torch.randn(2, 4, 16, 16)
     ids = torch.zeros(2, pipeline.tokenizer.model_max_length, dtype=torch.long)
     parameters = [*pipeline.unet.parameters(), *pipeline.text_encoder.parameters()]
-    optimizer = torch.optim.AdamW(parameters)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
 
     def encode():
         with torch.no_grad():
