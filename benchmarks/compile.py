@@ -1,0 +1,60 @@
+"""What train.py --compile is worth: seconds of a step as it is and compiled, of the compiler, and when it pays.
+
+python benchmarks/compile.py --model_dir models/emoji-64
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+
+from common import ROOT
+
+sys.path.insert(0, str(ROOT))
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # an earlier run's work would count as none
+
+import torch
+
+from model_folder import read_config, tokenize
+from train import join_modules
+from utils import load_models, set_up_torch
+
+
+def step_seconds(model, batch, count):
+    """Return the seconds of each of `count` forward and backward passes."""
+    seconds = []
+    for _ in range(count):
+        start = time.perf_counter()
+        model(*batch).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def main(args):
+    """Measure, print, and end in one JSON line."""
+    set_up_torch("cpu")
+    modules = load_models(args.model_dir, ("text_encoder", "unet"), torch.float32)
+    modules["unet"].to(memory_format=torch.channels_last)
+    model = join_modules(*(modules[name].train() for name in ("text_encoder", "unet")))
+    side = read_config(args.model_dir, "unet")["sample_size"]
+    ids = torch.tensor(tokenize(args.model_dir, ["a cat", "a dog"]))
+    batch = (torch.randn(2, 4, side, side), torch.tensor([1, 2]), ids)
+    plain = statistics.median(step_seconds(model, batch, args.steps + 1)[1:])
+    model.compile()
+    first, *others = step_seconds(model, batch, args.steps + 3)
+    compiled = statistics.median(others[2:])
+    pays = first / (plain - compiled) if compiled < plain else None
+    print(f"a step: {plain:.3f} s, compiled {compiled:.3f} s, ratio {plain / compiled:.2f}")
+    print(f"compiling takes {first:.0f} s; it pays after {pays and round(pays)} steps")
+    print(json.dumps({"plain": plain, "compiled": compiled, "compiling": first, "pays_after_steps": pays}))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_dir", default="models/emoji-64", help="model that learns")
+    parser.add_argument("--steps", type=int, default=15, help="steps each way")
+    main(parser.parse_args())
