@@ -20,7 +20,11 @@ TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PA
 
 def is_local(address=None):
     """Return whether start_ray(address) starts a Ray of its own, on this host alone."""
-    return (address or os.environ.get("RAY_ADDRESS") or "local") == "local"
+    return _full_address(address) == "local"
+
+
+def _full_address(address):
+    return address or os.environ.get("RAY_ADDRESS") or "local"
 
 
 def start_ray(address=None, insecure_cluster=False, module="ray.data"):
@@ -47,7 +51,7 @@ def start_ray(address=None, insecure_cluster=False, module="ray.data"):
     if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST_RAY:
         raise BadInput(f"Ray {ray.__version__} is installed, 2.60 or newer is needed: install requirements.txt")
     if not ray.is_initialized():
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        address = _full_address(address)
         options = {"logging_level": "ERROR", "log_to_driver": False}
         if is_local(address):
             options["include_dashboard"] = False

@@ -58,7 +58,6 @@ def no_gc():
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 

@@ -9,13 +9,11 @@ named. Prints the largest difference of the losses of any step, then one JSON li
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from bare import SWITCHES
-from common import ROOT
+from common import run
 
 from training import read_log
 
@@ -31,14 +29,6 @@ PAIRS = {  # of two pairs a step, beside one batch of two
     "two batches of one pair": ("--num_workers", 0, "--gradient_accumulation_steps", 2),
     "two workers, bf16 gradients": ("--num_workers", 2, "--reduce_dtype", "bf16"),
 }
-
-
-def run(script, *arguments):
-    """Run a script of the project."""
-    command = [sys.executable, script, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
 
 
 def main(args):

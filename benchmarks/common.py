@@ -33,6 +33,15 @@ def write_data(folder, num_rows, size, seed=0):
         pq.write_table(pa.table({"image": images, "caption": captions}), folder / f"{start:06d}.parquet")
 
 
+def run(script, *arguments):
+    """Run a script of the project to its end; return the seconds it took."""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, script, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{script} {arguments} ended with {done.returncode}: {done.stderr[-2000:]}")
+    return time.monotonic() - start
+
+
 def follow(log, steps, script, *arguments):
     """Run a script until its log shows the last of `steps`, and kill it; return the seconds to each of them."""
     seen, started = {}, time.monotonic()

@@ -21,19 +21,10 @@ import time
 from pathlib import Path
 
 import psutil
-from common import LOG_EVERY, ROOT, end_tree, follow, rate
+from common import LOG_EVERY, ROOT, end_tree, follow, rate, run
 
 EMBEDDED, SUBJECT = "models/emoji-64", "assets/subject"
 PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
-
-
-def run(script, *arguments):
-    """Run a script of the project to its end; return the seconds it took."""
-    start = time.monotonic()
-    done = subprocess.run([sys.executable, script, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{script} {arguments} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return time.monotonic() - start
 
 
 # ---------------------------------------------------------------------------------------------------------------------
