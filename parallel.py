@@ -30,7 +30,8 @@ def wrap(module, place, strategy="ddp", sharding="FULL_SHARD", dtype=None, reduc
     if place.world_size == 1:
         return module
     if strategy == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+        options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}  # the buffers are constants
+        model = torch.nn.parallel.DistributedDataParallel(module, **options)
         if reduce_dtype == "bf16":
             model.register_comm_hook(None, reduce_in_bf16)
         return model
