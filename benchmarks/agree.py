@@ -13,12 +13,10 @@ import tempfile
 from pathlib import Path
 
 from bare import SWITCHES
-from common import run
+from common import MODEL, PROMPTS, SUBJECT, run
 
 from training import read_log
 
-MODEL, SUBJECT = "models/emoji-64", "assets/subject"
-PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
 FLAGS = {
     "one Ray worker": ("--num_workers", 1),
     "gradient checkpointing": ("--num_workers", 0, "--gradient_checkpointing"),

@@ -16,6 +16,9 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG_EVERY = 5  # steps, of the trainings that are measured
+MODEL, SUBJECT = "models/emoji-64", "assets/subject"  # embedded
+INSTANCE_PROMPT, CLASS_PROMPT = "a 3d emoji of a unqtkn cat", "a 3d emoji of a cat"
+PROMPTS = ("--instance_prompt", INSTANCE_PROMPT, "--class_prompt", CLASS_PROMPT)
 
 
 def write_data(folder, num_rows, size, seed=0):

@@ -10,9 +10,8 @@ import json
 import statistics
 import time
 
-from common import ROOT
+from common import MODEL, ROOT
 
-EMBEDDED = "models/emoji-64"
 VAE_CHANNELS = (64, 96, 128, 128)
 UNET_CHANNELS = (64, 96, 160, 160)
 
@@ -24,7 +23,7 @@ def make_model(folder):
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     torch.manual_seed(0)
-    tokenizer = CLIPTokenizer.from_pretrained(ROOT / EMBEDDED / "tokenizer")
+    tokenizer = CLIPTokenizer.from_pretrained(ROOT / MODEL / "tokenizer")
     text = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=192,

@@ -17,11 +17,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import LOG_EVERY, follow
+from common import LOG_EVERY, MODEL, PROMPTS, ROOT, SUBJECT, follow
 from PIL import Image
 
-MODEL, SUBJECT = "models/emoji-64", "assets/subject"
-PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
 IMAGES = (10, 40, 160)  # class images
 THIRDS = ("steps 10 to 100", "steps 100 to 200", "steps 200 to 300")
 PAIRS = (1, 2)  # of a batch
@@ -157,8 +155,6 @@ def draw(found, medians, path):
 def count_weights():
     """Return the number of trained weights of the embedded model."""
     import sys
-
-    from common import ROOT
 
     sys.path.insert(0, str(ROOT))
     from model_folder import count_weights

@@ -21,11 +21,7 @@ import time
 from pathlib import Path
 
 import psutil
-from common import LOG_EVERY, ROOT, end_tree, follow, rate, run
-
-EMBEDDED, SUBJECT = "models/emoji-64", "assets/subject"
-PROMPTS = ("--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt", "a 3d emoji of a cat")
-
+from common import CLASS_PROMPT, INSTANCE_PROMPT, LOG_EVERY, MODEL, PROMPTS, ROOT, SUBJECT, end_tree, follow, rate, run
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inputs and sides
@@ -37,7 +33,7 @@ class Inputs:
     def __init__(self, folder, model_dir, num_class_images=20):
         self.folder, self.model_dir, self.runs = Path(folder), model_dir, 0
         self.class_images = self.folder / "class"
-        run("run_model.py", "--model_dir", model_dir, "--output_dir", self.class_images, "--prompts", PROMPTS[3],
+        run("run_model.py", "--model_dir", model_dir, "--output_dir", self.class_images, "--prompts", CLASS_PROMPT,
             "--num_samples_per_prompt", num_class_images, "--num_inference_steps", 4, "--num_workers", 0)  # fmt: skip
 
     def new(self):
@@ -78,7 +74,7 @@ def train_bare(inputs, steps, work_dir):
 
 def train_published_embedded(args, folder):
     """Steps/s of train.py over the published loop, embedded model."""
-    inputs = Inputs(folder, EMBEDDED)
+    inputs = Inputs(folder, MODEL)
     for _ in range(args.repeats):
         ours = train(inputs, 60, "--num_workers", 1)
         theirs = train_as_published(inputs, 30, "--cpus_per_worker", 2)
@@ -102,7 +98,7 @@ def train_published_silent(args, folder):
 
 def train_bare_embedded(args, folder):
     """Steps/s of train.py on one Ray worker over a bare PyTorch loop with the same step, embedded model."""
-    inputs = Inputs(folder, EMBEDDED)
+    inputs = Inputs(folder, MODEL)
     train(inputs, 20, "--num_workers", 0)
     work_dir = f"{folder}/run-{inputs.runs}.work"
     for _ in range(args.repeats):
@@ -129,8 +125,8 @@ def draw_rates(args, folder, *sides):
         for number, (script, *flags) in enumerate(sides):
             times = []
             for count in (10, 60):
-                model = ("--model_dir", EMBEDDED, "--output_dir", folder / f"{repeat}-{number}-{count}")
-                counts = ("--prompts", PROMPTS[3], "--num_samples_per_prompt", count)
+                model = ("--model_dir", MODEL, "--output_dir", folder / f"{repeat}-{number}-{count}")
+                counts = ("--prompts", CLASS_PROMPT, "--num_samples_per_prompt", count)
                 times.append(run(script, *flags, *model, *counts, *sampler))
             rates.append(50 / (times[1] - times[0]))
         yield tuple(rates)
@@ -158,13 +154,13 @@ def whole_job(args, folder):
             draw = ("run_model.py",) if ours else ("benchmarks/published.py", "images", "--cpus_per_worker", 2)
             learn = ("train.py",) if ours else ("benchmarks/published.py", "train", "--cpus_per_worker", 2)
             folders = ("--instance_images_dir", SUBJECT, "--class_images_dir", f"{base}-class", *PROMPTS)
-            drawn_by = EMBEDDED if not ours else f"{base}-tuned"  # the published loop saves no pipeline
+            drawn_by = MODEL if not ours else f"{base}-tuned"  # the published loop saves no pipeline
             seconds.append(
-                run(*draw, "--model_dir", EMBEDDED, "--output_dir", f"{base}-class", "--prompts", PROMPTS[3],
+                run(*draw, "--model_dir", MODEL, "--output_dir", f"{base}-class", "--prompts", CLASS_PROMPT,
                     "--num_samples_per_prompt", 40, *sampler)
-                + run(*learn, "--model_dir", EMBEDDED, "--output_dir", f"{base}-tuned", *folders,
+                + run(*learn, "--model_dir", MODEL, "--output_dir", f"{base}-tuned", *folders,
                       "--max_train_steps", 60)
-                + run(*draw, "--model_dir", drawn_by, "--output_dir", f"{base}-new", "--prompts", PROMPTS[1],
+                + run(*draw, "--model_dir", drawn_by, "--output_dir", f"{base}-new", "--prompts", INSTANCE_PROMPT,
                       "--num_samples_per_prompt", 8, *sampler)
             )  # fmt: skip
         yield 1 / seconds[0], 1 / seconds[1]
@@ -208,7 +204,7 @@ class Peer:
 
 def peer_embedded(args, folder):
     """Steps/s of train.py --num_workers 0 over diffusers' train_dreambooth.py at --peer, embedded model."""
-    inputs = Inputs(folder, EMBEDDED)
+    inputs = Inputs(folder, MODEL)
     theirs = Peer(args, inputs)
     for _ in range(args.repeats):
         ours = train(inputs, 110, "--num_workers", 0)
@@ -229,7 +225,7 @@ def peer_proportional(args, folder):
 
 def peer_start(args, folder):
     """Ten steps from the command on, a second, embedded model: imports, models, our cache of latents, ten steps."""
-    inputs = Inputs(folder, EMBEDDED)
+    inputs = Inputs(folder, MODEL)
     theirs = Peer(args, inputs)
     for _ in range(args.repeats):
         output = inputs.new()

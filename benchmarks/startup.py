@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 
 import psutil
-from common import ROOT
+from common import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT
 
-SUBJECT, PROMPT = "assets/subject", "a 3d emoji of a cat"
 IMAGES, STEPS = 40, 100
 
 
@@ -47,6 +46,9 @@ def lines(log, count):
     return lambda running: log.exists() and log.read_bytes().count(b"\n") >= count
 
 
+RAY = {"python, flags, checks": process_named("raylet"), "Ray, an actor": process_named("ray::MapWorker")}
+
+
 def watch(command, parts):
     """Run a command; return the seconds that each of `parts`, {name: mark of its end}, took, and its own end."""
     seconds, start = {}, time.monotonic()
@@ -54,7 +56,7 @@ def watch(command, parts):
         for name, mark in parts.items():
             begin = time.monotonic()
             while running.poll() is None and not mark(running):
-                time.sleep(0.02)
+                time.sleep(0.05)
             seconds[name] = time.monotonic() - begin
         begin = time.monotonic()
         if running.wait():
@@ -63,45 +65,36 @@ def watch(command, parts):
     return seconds, time.monotonic() - start
 
 
+def drawing(folder, model_dir, num_workers):
+    """Return (command, {part: mark of its end}) of run_model.py."""
+    out = folder / f"images-{num_workers}"
+    command = ["run_model.py", "--model_dir", model_dir, "--output_dir", out, "--prompts", CLASS_PROMPT]
+    command += ["--batch_size", 10, "--num_samples_per_prompt", IMAGES, "--num_inference_steps", 20]
+    parts = {"imports, model, first batch": files(out, "*.png"), "images": files(out, "*.png", IMAGES)}
+    return command, (RAY | parts if num_workers else parts)
+
+
+def training(folder, model_dir, num_workers):
+    """Return (command, {part: mark of its end}) of train.py."""
+    out, work_dir = folder / f"tuned-{num_workers}", folder / f"tuned-{num_workers}.work"
+    command = ["train.py", "--model_dir", model_dir, "--output_dir", out, "--instance_images_dir", SUBJECT]
+    command += ["--class_images_dir", SUBJECT, *PROMPTS, "--max_train_steps", STEPS, "--log_every", 1]
+    cache = {"imports, cache of latents": files(work_dir / "posteriors", "manifest.json")}
+    worker = {"a worker": process_named("RayTrainWorker")}
+    parts = {
+        "imports, models, first step": lines(work_dir / "log.jsonl", 1),
+        "steps": lines(work_dir / "log.jsonl", STEPS),
+        "checkpoint, result": files(out, "manifest.json"),
+    }
+    return command, (RAY | cache | worker | parts if num_workers else cache | parts)
+
+
 def commands(folder, model_dir):
     """Yield (name, command, {part: mark of its end})."""
-    for num_workers in (1, 0):
-        suffix = "on Ray" if num_workers else "here"
-        ray = {"python, flags, checks": process_named("raylet")} if num_workers else {}
-        out = folder / f"images-{num_workers}"
-        command = ["run_model.py", "--model_dir", model_dir, "--output_dir", out, "--prompts", PROMPT]
-        command += [
-            "--batch_size",
-            10,
-            "--num_samples_per_prompt",
-            IMAGES,
-            "--num_inference_steps",
-            20,
-            "--num_workers",
-            num_workers,
-        ]
-        actor = {"Ray, an actor": process_named("ray::MapWorker")} if num_workers else {}
-        work = {"imports, model, first batch": files(out, "*.png"), "images": files(out, "*.png", IMAGES)}
-        yield f"run_model.py {suffix}", command, {**ray, **actor, **work}
-        out = folder / f"tuned-{num_workers}"
-        command = ["train.py", "--model_dir", model_dir, "--output_dir", out, "--instance_images_dir", SUBJECT]
-        command += ["--class_images_dir", SUBJECT, "--instance_prompt", "a 3d emoji of a unqtkn cat", "--class_prompt"]
-        command += [PROMPT, "--max_train_steps", STEPS, "--log_every", 1, "--num_workers", num_workers]
-        work_dir = Path(f"{out}.work")
-        worker = {"a worker": process_named("RayTrainWorker")} if num_workers else {}
-        yield (
-            f"train.py {suffix}",
-            command,
-            {
-                **ray,
-                **actor,
-                "imports, cache of latents": files(work_dir / "posteriors", "manifest.json"),
-                **worker,
-                "imports, models, first step": lines(work_dir / "log.jsonl", 1),
-                "steps": lines(work_dir / "log.jsonl", STEPS),
-                "checkpoint, result": files(out, "manifest.json"),
-            },
-        )
+    for num_workers, place in ((1, "on Ray"), (0, "here")):
+        for make in (drawing, training):
+            command, parts = make(folder, model_dir, num_workers)
+            yield f"{command[0]} {place}", [*command, "--num_workers", num_workers], parts
 
 
 def draw(medians, path):
@@ -152,6 +145,6 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="of each command")
-    parser.add_argument("--model_dir", default="models/emoji-64", help="model that draws and learns")
+    parser.add_argument("--model_dir", default=MODEL, help="model that draws and learns")
     parser.add_argument("--output", help="picture of the parts")
     main(parser.parse_args())
