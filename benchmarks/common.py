@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,28 @@ def end_tree(process):
         with contextlib.suppress(psutil.Error):
             each.kill()
     psutil.wait_procs(tree, timeout=30)
+
+
+def tree_memory(process):
+    """Return the bytes that a process and its children hold, by name; shared memory counts once (PSS)."""
+    held = Counter()
+    for each in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            name = (each.cmdline() or [each.name()])[0]
+            held[Path(name).name if name.startswith("/") else name] += each.memory_full_info().pss
+    return held
+
+
+def peak_memory(command):
+    """Run a script of the project; return (bytes of its tree by process at their peak, seconds)."""
+    start, peak = time.monotonic(), Counter()
+    running = psutil.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, cwd=ROOT)
+    while running.poll() is None:
+        peak = max(peak, tree_memory(running), key=Counter.total)
+        time.sleep(0.5)
+    if running.returncode:
+        sys.exit(f"{command} ended with {running.returncode}")
+    return peak, time.monotonic() - start
 
 
 def rate(log, first, last, script, *arguments):

@@ -4,39 +4,11 @@ python benchmarks/preprocess_memory.py --rows 2000 20000 --num_workers 1
 """
 
 import argparse
-import contextlib
 import json
-import subprocess
-import sys
 import tempfile
-import time
-from collections import Counter
 from pathlib import Path
 
-import psutil
-from common import ROOT, write_data
-
-
-def tree_memory(process):
-    """Return the bytes that a process and its children hold, by name; shared memory counts once (PSS)."""
-    held = Counter()
-    for each in [process, *process.children(recursive=True)]:
-        with contextlib.suppress(psutil.Error):
-            name = (each.cmdline() or [each.name()])[0]
-            held[Path(name).name if name.startswith("/") else name] += each.memory_full_info().pss
-    return held
-
-
-def measure(command):
-    """Run a command; return (bytes of its tree by process at their peak, seconds)."""
-    start, peak = time.monotonic(), Counter()
-    running = psutil.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT)
-    while running.poll() is None:
-        peak = max(peak, tree_memory(running), key=Counter.total)
-        time.sleep(0.5)
-    if running.returncode:
-        sys.exit(f"{command} ended with {running.returncode}")
-    return peak, time.monotonic() - start
+from common import peak_memory, write_data
 
 
 def main(args):
@@ -45,16 +17,9 @@ def main(args):
     with tempfile.TemporaryDirectory() as folder:
         for rows in args.rows:
             write_data(Path(folder) / f"data-{rows}", rows, args.size)
-            command = [
-                sys.executable,
-                "preprocess.py",
-                "--input",
-                f"{folder}/data-{rows}",
-                "--model_dir",
-                args.model_dir,
-            ]
-            command += ["--output_dir", f"{folder}/latents-{rows}", "--num_workers", str(args.num_workers)]
-            held, seconds = measure(command)
+            command = ["preprocess.py", "--input", f"{folder}/data-{rows}", "--model_dir", args.model_dir]
+            command += ["--output_dir", f"{folder}/latents-{rows}", "--num_workers", args.num_workers]
+            held, seconds = peak_memory(command)
             peak, parts = held.total(), {name: round(size / 1e6) for name, size in held.most_common()}
             results.append(
                 {"rows": rows, "peak_mb": round(peak / 1e6), "seconds": round(seconds, 1), "parts_mb": parts}

@@ -1,7 +1,7 @@
-"""Where the time of a command goes, part by part, with Ray and without.
+"""Where the time of a command goes, part by part, and its memory, process by process, with Ray and without.
 
 Seen from outside: when Ray's first process is there, when an actor or worker is, when the cache of latents, the first
-and the last image or line of the log, the result. Draws the parts as bars.
+and the last image or line of the log, the result. Draws the parts as bars. The memory is that of one more run.
 
     python benchmarks/startup.py --repeats 5 --output data/startup.png
 """
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import psutil
-from common import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT
+from common import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT, peak_memory
 
 IMAGES, STEPS = 40, 100
 
@@ -137,14 +137,20 @@ def main(args):
     for name, parts in medians.items():
         told = "  ".join(f"{part}: {seconds:.1f}" for part, seconds in parts.items())
         print(f"{name:20s} {sum(parts.values()):5.1f} s  {told}")
-    if args.output:
-        draw(medians, args.output)
-    print(json.dumps({"medians": medians, "repeats": args.repeats}))
+    draw(medians, args.output)
+    peaks = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, command, _ in commands(Path(folder), args.model_dir):
+            held = peak_memory(command)[0]
+            peaks[name] = {process: round(size / 1e6) for process, size in held.most_common()}
+            told = "  ".join(f"{process} {size}" for process, size in peaks[name].items())
+            print(f"{name:20s} {held.total() / 1e6:5.0f} MB  {told}")
+    print(json.dumps({"seconds": medians, "peak_mb": peaks, "repeats": args.repeats}))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="of each command")
     parser.add_argument("--model_dir", default=MODEL, help="model that draws and learns")
-    parser.add_argument("--output", help="picture of the parts")
+    parser.add_argument("--output", required=True, help="picture of the parts")
     main(parser.parse_args())
