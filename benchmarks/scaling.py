@@ -26,8 +26,10 @@ PAIRS = (1, 2)  # of a batch
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 BUCKET = 25 * 2**20  # bytes, DDP's
 # Stable Diffusion 1.x at 512 pixels: TFLOP of a pair, forward and backward; the weights of UNet and text encoder.
-GPU = {"tflop": 2 * 2.407, "tflops": 312, "utilisation": 0.4, "weights": 859_520_964 + 123_060_480, "hop": 20e-6}
-LINKS = {"NVLink, 200 GB/s": 200e9, "100 Gbit/s": 12.5e9}  # of one worker to the next
+GPU = {"tflop": 2 * 2.407, "tflops": 312, "utilisation": 0.4, "weights": 859_520_964 + 123_060_480}
+LINKS = {"NVLink, 200 GB/s": (200e9, 5e-6), "100 Gbit/s": (12.5e9, 20e-6)}  # a worker to the next: bytes/s, s a hop
+THIS_CPU = "this CPU"
+CPU_PAIRS = (1, 2, 4)
 BACKWARD = 2 / 3  # of a step's work, behind which the average hides on a GPU; a CPU has no core to spare
 # What is changed where the curve bends: (pairs of a batch, batches of a step, bytes of a gradient)
 REMEDIES = {
@@ -114,39 +116,48 @@ def fit(medians, weights):
     return one[0] - PAIRS[0] * pair, pair, weights * 4 / statistics.mean(waits)
 
 
+def count_pairs(pairs):
+    """Return `1 pair`, `2 pairs`."""
+    return f"{pairs} pair" + "s" * (pairs > 1)
+
+
 def curves(medians, weights):
     """Return {name: [efficiency for each of WORKERS]}: of this machine's CPU workers, and of GPUs by REMEDIES."""
     step, pair, wire = fit(medians, weights)
     found = {
-        f"this CPU, {pairs} pairs": [efficiency(n, step + pairs * pair, weights, wire, 1e-4) for n in WORKERS]
-        for pairs in (1, 4)
+        f"{THIS_CPU}: {count_pairs(pairs)}": [efficiency(n, step + pairs * pair, weights, wire, 1e-4) for n in WORKERS]
+        for pairs in CPU_PAIRS
     }
     second = GPU["tflop"] / (GPU["tflops"] * GPU["utilisation"])
     for (link, speed), (name, (pairs, batches, size)) in itertools.product(LINKS.items(), REMEDIES.items()):
-        rest = (GPU["weights"], speed, GPU["hop"], BACKWARD, batches, size)
+        rest = (GPU["weights"], *speed, BACKWARD, batches, size)
         found[f"{link}: {name}"] = [efficiency(n, pairs * second, *rest) for n in WORKERS]
     return found
 
 
 def draw(found, medians, path):
-    """Draw the curves, and the two measured points among them."""
+    """Draw the curves, a panel for each link, and the measured points among them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for name, values in found.items():
-        on_gpu = not name.startswith("this CPU")
-        axes[int(on_gpu)].plot(WORKERS, values, marker=".", linestyle="--" if "NVLink" in name else "-", label=name)
-    for pairs in PAIRS:
-        measured = medians[f"2 workers of {pairs} pairs"] / medians[f"1 workers of {pairs} pairs"]
-        axes[0].plot([2], [measured], "o", label=f"measured, {pairs} pairs")
-    for axis, title in zip(axes, ("embedded model, CPU workers of one thread", "SD 1.x at 512, GPUs"), strict=True):
-        axis.set(title=title, xscale="log", xlabel="workers", xticks=WORKERS, xticklabels=WORKERS, ylim=(0, 1.05))
+    titles = {THIS_CPU: "measured and fitted: embedded model, CPU"}
+    titles |= {link: f"on paper: SD 1.x at 512, GPUs, {link}" for link in LINKS}
+    figure, axes = pyplot.subplots(1, len(titles), figsize=(13, 4), sharey=True)
+    for axis, (link, title) in zip(axes, titles.items(), strict=True):
+        for name, values in found.items():
+            if name.startswith(link):
+                axis.plot(WORKERS, values, marker=".", label=name.removeprefix(f"{link}: "))
+        axis.set(xscale="log", xlabel="workers", xticks=WORKERS, xticklabels=WORKERS, ylim=(0, 1.05))
+        axis.set_title(title, fontsize=10)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
+    for pairs in PAIRS:
+        measured = medians[f"2 workers of {pairs} pairs"] / medians[f"1 workers of {pairs} pairs"]
+        axes[0].plot([2], [measured], "o", label=f"measured, {count_pairs(pairs)}", color=f"C{CPU_PAIRS.index(pairs)}")
+    for axis in axes[:2]:  # the third has the colours of the second
+        axis.legend(fontsize=8, loc="best")
     axes[0].set_ylabel("efficiency of a step")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -164,8 +175,11 @@ def count_weights():
 
 def main(args):
     """Measure, fit, print tables and one JSON line, and draw the curves."""
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(Runs(folder), args.repeats)
+    if args.measured:
+        found = json.loads(Path(args.measured).read_text().splitlines()[-1])["steps_a_second"]
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(Runs(folder), args.repeats)
     medians = {name: statistics.median(rates) for name, rates in found.items()}
     for name, rates in found.items():
         print(f"{name:28s} {medians[name]:6.2f} steps/s  ({min(rates):.2f} to {max(rates):.2f})")
@@ -186,5 +200,6 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
+    parser.add_argument("--measured", help="what an earlier run printed: takes its measurements")
     parser.add_argument("--output", required=True, help="picture of the curves")
     main(parser.parse_args())
