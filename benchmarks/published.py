@@ -150,7 +150,8 @@ def draw(args):
     from ray.data import ActorPoolStrategy
 
     start_ray()
-    args.output_dir = str(Path(args.output_dir).resolve())
+    for name in ("model_dir", "output_dir"):
+        setattr(args, name, str(Path(getattr(args, name)).resolve()))
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": prompt, "number": number} for number, prompt in enumerate(args.prompts)]
     pool = {"compute": ActorPoolStrategy(size=args.num_workers), "num_cpus": args.cpus_per_worker / 2}
