@@ -111,7 +111,7 @@ def train(args):
 
     start_ray()
     data = ray.data.from_items(load_pairs(args))
-    output_dir = Path(args.output_dir).resolve()
+    output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     TorchTrainer(
         train_function,
@@ -150,8 +150,6 @@ def draw(args):
     from ray.data import ActorPoolStrategy
 
     start_ray()
-    for name in ("model_dir", "output_dir"):
-        setattr(args, name, str(Path(getattr(args, name)).resolve()))
     Path(args.output_dir).mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": prompt, "number": number} for number, prompt in enumerate(args.prompts)]
     pool = {"compute": ActorPoolStrategy(size=args.num_workers), "num_cpus": args.cpus_per_worker / 2}
@@ -160,4 +158,5 @@ def draw(args):
 
 if __name__ == "__main__":
     args = parse_args()
+    args.model_dir, args.output_dir = (str(Path(path).resolve()) for path in (args.model_dir, args.output_dir))
     (train if args.task == "train" else draw)(args)
