@@ -267,7 +267,7 @@ def main(args):
         ratio = statistics.median(ratios)
         results[name] = {"ours": ours, "theirs": theirs, "ratio": ratio, "spread": [ratios[0], ratios[-1]]}
         spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
-        print(f"{name:30s} {ours:9.3f} {theirs:9.3f}  ratio {ratio:6.2f}  ({spread})  {ROWS[name].__doc__}", flush=True)
+        print(f"{name:30s} {ours:9.3g} {theirs:9.3g}  ratio {ratio:6.2f}  ({spread})  {ROWS[name].__doc__}", flush=True)
     import diffusers
     import ray
     import torch
