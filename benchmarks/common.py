@@ -86,7 +86,7 @@ def tree_memory(process):
 
 
 def peak_memory(command):
-    """Run a script of the project; return (bytes of its tree by process at their peak, seconds)."""
+    """Run a script of the project; return ({process: MB} of its tree at its peak, the largest first, seconds)."""
     start, peak = time.monotonic(), Counter()
     running = psutil.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, cwd=ROOT)
     while running.poll() is None:
@@ -94,7 +94,7 @@ def peak_memory(command):
         time.sleep(0.5)
     if running.returncode:
         sys.exit(f"{command} ended with {running.returncode}")
-    return peak, time.monotonic() - start
+    return {name: round(size / 1e6) for name, size in peak.most_common()}, time.monotonic() - start
 
 
 def rate(log, first, last, script, *arguments):

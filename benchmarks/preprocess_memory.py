@@ -19,12 +19,10 @@ def main(args):
             write_data(Path(folder) / f"data-{rows}", rows, args.size)
             command = ["preprocess.py", "--input", f"{folder}/data-{rows}", "--model_dir", args.model_dir]
             command += ["--output_dir", f"{folder}/latents-{rows}", "--num_workers", args.num_workers]
-            held, seconds = peak_memory(command)
-            peak, parts = held.total(), {name: round(size / 1e6) for name, size in held.most_common()}
-            results.append(
-                {"rows": rows, "peak_mb": round(peak / 1e6), "seconds": round(seconds, 1), "parts_mb": parts}
-            )
-            print(f"{rows:8d} rows  {peak / 1e6:8.0f} MB  {seconds:8.1f} s  {rows / seconds:6.1f} rows/s", flush=True)
+            parts, seconds = peak_memory(command)
+            peak = sum(parts.values())
+            results.append({"rows": rows, "peak_mb": peak, "seconds": round(seconds, 1), "parts_mb": parts})
+            print(f"{rows:8d} rows  {peak:8d} MB  {seconds:8.1f} s  {rows / seconds:6.1f} rows/s", flush=True)
     growth = results[-1]["peak_mb"] / results[0]["peak_mb"]
     print(json.dumps({"results": results, "growth": round(growth, 3), "num_workers": args.num_workers}))
 

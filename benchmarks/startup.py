@@ -141,10 +141,9 @@ def main(args):
     peaks = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, command, _ in commands(Path(folder), args.model_dir):
-            held = peak_memory(command)[0]
-            peaks[name] = {process: round(size / 1e6) for process, size in held.most_common()}
+            peaks[name] = peak_memory(command)[0]
             told = "  ".join(f"{process} {size}" for process, size in peaks[name].items())
-            print(f"{name:20s} {held.total() / 1e6:5.0f} MB  {told}")
+            print(f"{name:20s} {sum(peaks[name].values()):5d} MB  {told}")
     print(json.dumps({"seconds": medians, "peak_mb": peaks, "repeats": args.repeats}))
 
 
