@@ -18,13 +18,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cli import BadInput, CheckFailed, OutOfResource, TryAgain, say
+from cli import BadInput, OutOfResource, TryAgain, say
 
 MANIFEST = "manifest.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{6,})")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-MODEL_FILES = {".json", ".safetensors", ".txt", ".model"}
-CHECK_THREADS = 4  # that read the files of a model
+HASH_THREADS = 4  # that read the files of a folder
 LATEST = "latest"
 LOCK = ".lock"
 
@@ -37,6 +36,12 @@ def sha256_file(path):
     """Return the sha256 of a file as 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_files(paths):
+    """Return the sha256 of each file; several are read at a time."""
+    with ThreadPoolExecutor(HASH_THREADS) as pool:
+        return list(pool.map(sha256_file, paths))
 
 
 def write_bytes(path, data):
@@ -148,9 +153,10 @@ def publish(folder, target, **facts):
     folder, target = Path(folder), Path(target)
     files = {}
     os.umask(umask := os.umask(0))
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path, digest in zip(paths, sha256_files(paths), strict=True):
         path.chmod(0o666 & ~umask)  # safetensors writes files that others may not read
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256_file(path)}
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
         _sync(path)
     write_json(folder / MANIFEST, {**facts, "files": files})
     for path in [path for path in folder.rglob("*") if path.is_dir()] + [folder]:
@@ -183,11 +189,11 @@ def read_manifest(folder, deep=False):
     folder = Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        for name, fact in manifest["files"].items():
-            if (folder / name).stat().st_size != fact["size"]:
-                return None
-            if deep and sha256_file(folder / name) != fact["sha256"]:
-                return None
+        facts = {folder / name: fact for name, fact in manifest["files"].items()}
+        if any(path.stat().st_size != fact["size"] for path, fact in facts.items()):
+            return None
+        if deep and sha256_files(facts) != [fact["sha256"] for fact in facts.values()]:
+            return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return manifest
@@ -246,46 +252,6 @@ def digest_values(values):
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def digest_model(model_dir):
-    """Return one sha256 of the files of a model folder, or a checkpoint, that decide what it draws.
-
-    Gigabytes are not read again where a manifest or the hub's cache knows their sha256: `check_model` reads them.
-    """
-    return digest_files(_model_files(model_dir), root=Path(model_dir), known=_known_sha256(model_dir))
-
-
-def check_model(model_dir):
-    """Raise CheckFailed for a file of a model folder, or a checkpoint, that has not the sha256 that is known of it."""
-    folder, known = Path(model_dir), _known_sha256(model_dir)
-    for name, fact in read_json(folder / MANIFEST).get("files", {}).items():
-        path = folder / name
-        if path.suffix in MODEL_FILES and not (path.is_file() and path.stat().st_size == fact["size"]):
-            raise CheckFailed(f"{path} is damaged: it is not of {fact['size']} bytes: fetch or make it again")
-    with ThreadPoolExecutor(CHECK_THREADS) as pool:
-        for path, found in zip(known, pool.map(sha256_file, known), strict=True):
-            if found != known[path]:
-                raise CheckFailed(f"{path} is damaged: its sha256 is not {known[path][:12]}...: fetch or make it again")
-
-
-def _model_files(model_dir):
-    folder = Path(model_dir)
-    parts = [path for path in folder.glob("*/*") if path.suffix in MODEL_FILES and path.parent.name[0] != "."]
-    return [*folder.glob("model_index.json"), *parts]
-
-
-def _known_sha256(model_dir):
-    """Return {file of a model folder: the sha256 it must have}, by its manifest or its blob's name in a hub cache."""
-    folder, known = Path(model_dir), {}
-    files = read_json(folder / MANIFEST).get("files", {})
-    for path in _model_files(folder):
-        fact, blob = files.get(path.relative_to(folder).as_posix()), path.resolve()
-        if fact and fact["size"] == path.stat().st_size:
-            known[path] = fact["sha256"]
-        elif blob.parent.name == "blobs" and SHA256.fullmatch(blob.name):
-            known[path] = blob.name
-    return known
-
-
 def check_same_settings(settings, earlier, place):
     """Raise BadInput naming each setting in which a run differs from the `earlier` one that `place` holds."""
     changed = [name for name in sorted(settings.keys() | earlier.keys()) if settings.get(name) != earlier.get(name)]
@@ -322,11 +288,13 @@ def newest_checkpoint(work_dir):
     return 0, None
 
 
-def save_checkpoint(work_dir, step, write, facts, keep, rank=0, barrier=None):
+def save_checkpoint(work_dir, step, write, facts, keep, rank=0, barrier=None, executor=None):
     """Publish checkpoint `step`, point `latest` at it, then remove all but the newest `keep`.
 
     write(folder): writes the checkpoint's files; facts: what the manifest says of the run, say its settings.
     rank, barrier: of the workers where each writes a share, and all of them call this.
+    executor: for all that follows `write`: reading the files for their sha256, syncing, renaming; the future of this is
+    returned. Without it that is done here.
     """
     target = checkpoint_path(work_dir, step)
     barrier = barrier or (lambda: None)
@@ -334,17 +302,23 @@ def save_checkpoint(work_dir, step, write, facts, keep, rank=0, barrier=None):
         barrier()
         write(staging_path(target))
         barrier()
-        return target
-    with staging(target) as folder:
+        return None
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(staging(target))
         barrier()
         write(folder)
         barrier()
-        publish(folder, target, step=step, **facts)
-    pointer = Path(work_dir) / LATEST
-    beside = pointer.with_name(f".{LATEST}.tmp")
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(target.name)
-    os.replace(beside, pointer)
-    for _, old in list_checkpoints(work_dir)[:-keep]:
-        shutil.rmtree(old)
-    return target
+        staged = stack.pop_all()
+
+    def seal():
+        with staged:
+            publish(folder, target, step=step, **facts)
+        pointer = Path(work_dir) / LATEST
+        beside = pointer.with_name(f".{LATEST}.tmp")
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(target.name)
+        os.replace(beside, pointer)
+        for _, old in list_checkpoints(work_dir)[:-keep]:
+            shutil.rmtree(old)
+
+    return executor.submit(seal) if executor else seal()

@@ -11,11 +11,9 @@ import re
 from pathlib import Path
 
 from checkpoint import (
-    check_model,
     check_same_settings,
     check_space,
     check_writable,
-    digest_model,
     lock,
     sha256_file,
     write_bytes,
@@ -24,9 +22,11 @@ from cli import BadInput, Progress, non_negative_float, positive_int, say
 from cluster import map_on_actors
 from model_folder import (
     check_component,
+    check_model,
     check_pipeline,
     check_resolution,
     components,
+    digest_model,
     model_resolution,
     say_what_is_cut,
 )

@@ -27,7 +27,7 @@ from dataset import check_images, find_images
 from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folder, image_name, read_metadata
 from encoders import digest_encoder, embed, find_encoder
 from measures import FEWEST_PHOTOS, MEASURES, SMALLEST_SET, measure, nearest
-from model_folder import check_pipeline, read_config, read_index
+from model_folder import check_pipeline, digest_model, read_config, read_index
 from report import write_report
 from subject import find_subject, read_templates
 
@@ -154,7 +154,7 @@ def read_settings(args, templates, sampler):
     for flag in ("instance_images_dir", "class_images_dir"):
         settings[flag] = checkpoint.digest_files(find_images(getattr(args, flag), f"--{flag}")[0])
     for flag in ("base_model_dir", "model_dir"):
-        settings[flag] = checkpoint.digest_model(getattr(args, flag))
+        settings[flag] = digest_model(getattr(args, flag))
     encoders = {"clip": find_encoder(args.clip_model, "--clip_model"), "dino": None}
     if args.dino_model != "none":
         encoders["dino"] = find_encoder(args.dino_model, "--dino_model")
@@ -184,7 +184,7 @@ def find_finished(output_dir, settings, overwrite):
 
 def find_differences(args, sampler):
     """Return what is known to make the class images of the base model differ from those that are drawn here."""
-    wanted = {**sampler, "model": checkpoint.digest_model(args.base_model_dir), "text": args.class_prompt}
+    wanted = {**sampler, "model": digest_model(args.base_model_dir), "text": args.class_prompt}
     records, notes = read_metadata(args.class_images_dir).values(), []
     for name, value in wanted.items():
         found = {record[name] for record in records if name in record}

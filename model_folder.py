@@ -1,4 +1,4 @@
-"""A Diffusers model folder as files: is it whole, which variant are its weights. No weights are loaded here."""
+"""A Diffusers model folder as files: is it whole, is it damaged, its sizes and tokens. No weights are loaded here."""
 
 import functools
 import json
@@ -6,7 +6,10 @@ import math
 import re
 from pathlib import Path
 
+import checkpoint
 from cli import BadInput, CheckFailed, one_line, say
+
+MODEL_FILES = {".json", ".safetensors", ".txt", ".model"}
 
 
 def read_json_file(path):
@@ -197,3 +200,46 @@ def say_what_is_cut(model_dir, prompts):
         if len(ids) > length:
             said, lost = one_line(prompt, 100), one_line(tokenizer.decode(ids[length - 1 : -1]), 400)
             say(f"warning: the model reads {length} tokens, {said!r} has {len(ids)}: {lost!r} is not read")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What decides what it draws
+
+
+def digest_model(model_dir):
+    """Return one sha256 of the files of a model folder, or a checkpoint, that decide what it draws.
+
+    Gigabytes are not read again where a manifest or the hub's cache knows their sha256: `check_model` reads them.
+    """
+    return checkpoint.digest_files(_model_files(model_dir), root=Path(model_dir), known=_known_sha256(model_dir))
+
+
+def check_model(model_dir):
+    """Raise CheckFailed for a file of a model folder, or a checkpoint, that has not the sha256 that is known of it."""
+    folder, known = Path(model_dir), _known_sha256(model_dir)
+    for name, fact in checkpoint.read_json(folder / checkpoint.MANIFEST).get("files", {}).items():
+        path = folder / name
+        if path.suffix in MODEL_FILES and not (path.is_file() and path.stat().st_size == fact["size"]):
+            raise CheckFailed(f"{path} is damaged: it is not of {fact['size']} bytes: fetch or make it again")
+    for path, found in zip(known, checkpoint.sha256_files(known), strict=True):
+        if found != known[path]:
+            raise CheckFailed(f"{path} is damaged: its sha256 is not {known[path][:12]}...: fetch or make it again")
+
+
+def _model_files(model_dir):
+    folder = Path(model_dir)
+    parts = [path for path in folder.glob("*/*") if path.suffix in MODEL_FILES and path.parent.name[0] != "."]
+    return [*folder.glob("model_index.json"), *parts]
+
+
+def _known_sha256(model_dir):
+    """Return {file of a model folder: the sha256 it must have}, by its manifest or its blob's name in a hub cache."""
+    folder, known = Path(model_dir), {}
+    files = checkpoint.read_json(folder / checkpoint.MANIFEST).get("files", {})
+    for path in _model_files(folder):
+        fact, blob = files.get(path.relative_to(folder).as_posix()), path.resolve()
+        if fact and fact["size"] == path.stat().st_size:
+            known[path] = fact["sha256"]
+        elif blob.parent.name == "blobs" and checkpoint.SHA256.fullmatch(blob.name):
+            known[path] = blob.name
+    return known

@@ -26,7 +26,7 @@ from cluster import map_on_actors
 from latents import FOOTER_THREADS, METADATA, RECORD, LatentEncoder, digest_encoders, latent_shapes, to_parquet
 from loader import Loader, add_raw_data_flags, loader_options
 from model_card import base_name, base_revision
-from model_folder import check_pipeline, check_resolution, model_resolution
+from model_folder import check_model, check_pipeline, check_resolution, model_resolution
 from raw_data import Source, list_sources, read_rows
 from storage import Folder, absolute, is_remote, read_footer
 
@@ -130,7 +130,7 @@ def encode_all(args, folder, sources):
         if len(done) < count:
             items.append({"source": vars(source), "number": number, "done": done})
     check_room(args, total - good - len(bad))
-    checkpoint.check_model(args.model_dir)
+    check_model(args.model_dir)
     loader = Loader(**loader_options(args, args.resolutions))
     options = {
         "output_dir": folder.location,

@@ -28,10 +28,12 @@ from latents import LatentEncoder, LatentFiles, open_latents
 from loader import add_raw_data_flags, loader_options
 from model_card import pretraining_card, publish_pipeline
 from model_folder import (
+    check_model,
     check_pipeline,
     check_resolution,
     count_weights,
     count_weights_of,
+    digest_model,
     model_resolution,
     pixel_factor,
     read_config,
@@ -286,7 +288,7 @@ def read_inputs(args):
     settings = {name: getattr(args, name) for name in SETTINGS}
     sample_size = args.resolution // pixel_factor(args.model_dir)
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}
-    settings["model"] = checkpoint.digest_model(args.model_dir)
+    settings["model"] = digest_model(args.model_dir)
     settings["data"] = checkpoint.digest_values(data.fingerprint)
     return settings, data
 
@@ -310,7 +312,7 @@ def train(args, settings, data, steps, num_workers):
     """Run the workers; return what rank 0 says."""
     weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
     driver.check_disk(args, weights, 3 + bool(args.ema_decay))
-    checkpoint.check_model(args.model_dir)
+    check_model(args.model_dir)
     count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
     pool = {"num_workers": 0}
     if num_workers and count:

@@ -28,9 +28,11 @@ from cluster import start_ray
 from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
 from model_card import dreambooth_card, publish_pipeline
 from model_folder import (
+    check_model,
     check_pipeline,
     check_resolution,
     count_weights,
+    digest_model,
     model_resolution,
     pixel_factor,
     read_config,
@@ -267,7 +269,7 @@ def read_inputs(args):
     for name in ("output_dir", "work_dir"):
         checkpoint.check_writable(getattr(args, name), f"--{name}")
     settings = {name: getattr(args, name) for name in SETTINGS}
-    settings["model"] = checkpoint.digest_model(args.model_dir)
+    settings["model"] = digest_model(args.model_dir)
     for name in ("instance_images_dir", "class_images_dir"):
         folder = getattr(args, name)
         settings[name] = checkpoint.digest_files(find_images(folder, f"--{name}")[0]) if folder else None
@@ -305,7 +307,7 @@ def check_needs(args, pairs):
     cache = pairs.num_rows * cells * read_config(args.model_dir, "vae")["latent_channels"] * 2 * 2  # float16 mean, std
     trained = ("unet", "text_encoder")[: 1 + args.train_text_encoder]
     driver.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
-    checkpoint.check_model(args.model_dir)
+    check_model(args.model_dir)
 
 
 def train(args, settings, steps, num_workers):

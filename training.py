@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -282,52 +283,58 @@ def train_steps(run, config, place):
     """Train from step `run.step` to config["max_train_steps"], or until asked to stop; return the step reached."""
     import torch
 
-    step, last, stopping = run.step, config["max_train_steps"], False
+    step, last, stopping, sealing = run.step, config["max_train_steps"], False, None
     log = StepLog(config["work_dir"], step) if place.rank == 0 else None
     if log:
         log.show(step, run.draw(step))
     if step < last:
         settle_buckets(run, place)
-    while step < last and not stopping:
-        torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
-        losses = accumulate_gradients(run, step, config, place)
-        grad_norm = run.optimizer.step(step)
-        step += 1
-        run.after_step(step)
-        values = run.validate(step)
-        is_logged = is_due(step, config["log_every"], last)
-        if is_logged:
-            values |= dict(zip(run.loss_names, place.mean(losses).tolist(), strict=True))
-            values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
-        # All workers must agree to stop; on GPUs they do so at logged steps alone, for they wait for each other there.
-        asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
-        stopping = asks and place.any(stop_asked(config))
-        is_to_save = stopping or is_due(step, config["checkpointing_steps"], last)
-        # Not while steps are skipped: each time that the command is run again would go a few steps further.
-        is_good = run.optimizer.is_good() if is_to_save or is_logged or place.device.type == "cpu" else None
-        is_saved = is_to_save and (is_good or step == last)
-        if place.rank == 0 and (values or is_saved):
-            checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
-        if log and values:
-            log.write(step, **values)
-        if run.saves and is_saved:
-            save(run, step, config, place)
-        if log:
-            log.show(step, run.draw(step))
+    with ThreadPoolExecutor(1) as executor:
+        while step < last and not stopping:
+            torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
+            losses = accumulate_gradients(run, step, config, place)
+            grad_norm = run.optimizer.step(step)
+            step += 1
+            run.after_step(step)
+            values = run.validate(step)
+            is_logged = is_due(step, config["log_every"], last)
+            if is_logged:
+                values |= dict(zip(run.loss_names, place.mean(losses).tolist(), strict=True))
+                values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
+            # All workers must agree to stop; on GPUs they wait for each other there, and do so at logged steps alone.
+            asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
+            stopping = asks and place.any(stop_asked(config))
+            is_to_save = stopping or is_due(step, config["checkpointing_steps"], last)
+            # Not while steps are skipped: each time that the command is run again would go a few steps further.
+            is_good = run.optimizer.is_good() if is_to_save or is_logged or place.device.type == "cpu" else None
+            is_saved = is_to_save and (is_good or step == last)
+            if place.rank == 0 and (values or is_saved):
+                checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
+            if log and values:
+                log.write(step, **values)
+            if sealing and (sealing.done() or is_saved):
+                sealing.result()  # raises what went wrong with the checkpoint before
+            if run.saves and is_saved:
+                sealing = save(run, step, config, place, executor)
+            if log:
+                log.show(step, run.draw(step))
+    if sealing:
+        sealing.result()
     if log:
         log.close()
     return step
 
 
-def save(run, step, config, place):
-    """Save a checkpoint; all the workers that take part in it call this."""
+def save(run, step, config, place, executor):
+    """Write a checkpoint; return the future of its sealing, which `executor` does beside the next steps, or None.
+
+    All the workers that take part in it call this.
+    """
     import torch.distributed as dist
 
     if not all(bool(parameter.isfinite().all()) for parameter in parallel.local(run.optimizer.parameters)):
         raise CheckFailed(f"{DIVERGED}: weights that are not finite at step {step}; {REMEDY}")
     facts = {"settings": config["settings"], "scaler": run.optimizer.scaler.state_dict()}
     keep = config["checkpoints_total_limit"]
-    is_shared = parallel.is_sharded(run.model)
-    barrier = dist.barrier if is_shared else None
-    rank = place.rank if is_shared else 0
-    checkpoint.save_checkpoint(config["work_dir"], step, run.write, facts, keep, rank, barrier)
+    shared = {"rank": place.rank, "barrier": dist.barrier} if parallel.is_sharded(run.model) else {}
+    return checkpoint.save_checkpoint(config["work_dir"], step, run.write, facts, keep, executor=executor, **shared)

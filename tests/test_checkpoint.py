@@ -188,39 +188,6 @@ def test_digests_know_names_and_contents_but_not_order_or_place(tmp_path):
     assert digest != checkpoint.digest_files(there)
 
 
-def make_model(folder):
-    (folder / "unet").mkdir(parents=True)
-    (folder / "unet" / "model.safetensors").write_text("anything")
-    (folder / "unet" / "config.json").write_text("{}")
-    return folder
-
-
-def test_a_hub_blob_is_read_to_check_it_not_to_know_its_digest(tmp_path, monkeypatch):
-    model = make_model(tmp_path / "snapshots" / "commit")
-    blob = tmp_path / "blobs" / ("a" * 64)
-    blob.parent.mkdir()
-    (model / "unet" / "model.safetensors").rename(blob)
-    (model / "unet" / "model.safetensors").symlink_to(blob)
-    read = []
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "sha256_file", lambda path: read.append(path.name) or "0")
-        checkpoint.digest_model(model)
-    assert read == ["config.json"]
-    with pytest.raises(cli.CheckFailed, match=r"model\.safetensors is damaged"):
-        checkpoint.check_model(model)
-
-
-def test_a_manifest_knows_the_digests_of_its_model(tmp_path):
-    plain, published = make_model(tmp_path / "plain"), make_model(tmp_path / "beside")
-    checkpoint.publish(published, tmp_path / "model")
-    assert checkpoint.digest_model(tmp_path / "model") == checkpoint.digest_model(plain)
-    checkpoint.check_model(tmp_path / "model")
-    (tmp_path / "model" / "unet" / "model.safetensors").write_text("anythinG")
-    with pytest.raises(cli.CheckFailed, match=r"model\.safetensors is damaged"):
-        checkpoint.check_model(tmp_path / "model")
-    checkpoint.check_model(plain)  # nothing is known of it
-
-
 def test_what_is_not_ours_is_never_replaced(tmp_path):
     checkpoint.check_ours(tmp_path / "none", "--output_dir")
     checkpoint.check_ours(tmp_path, "--output_dir")  # empty

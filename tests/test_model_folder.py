@@ -6,13 +6,16 @@ import sys
 
 import pytest
 
+import checkpoint
 import cli
 from model_folder import (
+    check_model,
     check_pipeline,
     check_resolution,
     check_safetensors,
     count_weights,
     count_weights_of,
+    digest_model,
     max_tokens,
     model_resolution,
     pixel_factor,
@@ -245,3 +248,40 @@ def test_the_weights_are_counted_once_whatever_their_variants(model):
     assert count_weights(model / "unet") == unet.num_parameters()
     plain.unlink()
     assert count_weights(model / "unet") == unet.num_parameters()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damage
+
+
+def make_model(folder):
+    (folder / "unet").mkdir(parents=True)
+    (folder / "unet" / "model.safetensors").write_text("anything")
+    (folder / "unet" / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_hub_blob_is_read_to_check_it_not_to_know_its_digest(tmp_path, monkeypatch):
+    model = make_model(tmp_path / "snapshots" / "commit")
+    blob = tmp_path / "blobs" / ("a" * 64)
+    blob.parent.mkdir()
+    (model / "unet" / "model.safetensors").rename(blob)
+    (model / "unet" / "model.safetensors").symlink_to(blob)
+    read = []
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sha256_file", lambda path: read.append(path.name) or "0")
+        digest_model(model)
+    assert read == ["config.json"]
+    with pytest.raises(cli.CheckFailed, match=r"model\.safetensors is damaged"):
+        check_model(model)
+
+
+def test_a_manifest_knows_the_digests_of_its_model(tmp_path):
+    plain, published = make_model(tmp_path / "plain"), make_model(tmp_path / "beside")
+    checkpoint.publish(published, tmp_path / "model")
+    assert digest_model(tmp_path / "model") == digest_model(plain)
+    check_model(tmp_path / "model")
+    (tmp_path / "model" / "unet" / "model.safetensors").write_text("anythinG")
+    with pytest.raises(cli.CheckFailed, match=r"model\.safetensors is damaged"):
+        check_model(tmp_path / "model")
+    check_model(plain)  # nothing is known of it

@@ -1,8 +1,10 @@
 """DDP and FSDP of a tiny UNet on two processes (and four) without Ray, against one process."""
 
+import errno
 import json
 import multiprocessing
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -346,6 +348,72 @@ def test_gradients_sent_in_bf16_are_rounded_and_no_more(runs):
     found, expected = losses(runs / "bf16 gradients/ddp"), losses(runs / "ddp" / "undisturbed")
     assert found[0] == expected[0] and found[1:] != expected[1:]
     assert found == pytest.approx(expected, abs=0.01)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints beside the steps
+
+
+@pytest.fixture
+def sealing(tmp_path, monkeypatch):
+    """Return (a run alone, its config, what may be put in `publish`'s place by step: {2: function})."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]}))
+    run, config, *_ = make_run(tmp_path / "work", ALONE)
+    instead, publish = {}, checkpoint.publish
+
+    def publish_later(folder, target, **facts):
+        instead.get(facts["step"], lambda: None)()
+        publish(folder, target, **facts)
+
+    monkeypatch.setattr(checkpoint, "publish", publish_later)
+    return run, config, instead
+
+
+def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_holds_the_weights_of_its_step(runs, sealing):
+    run, config, instead = sealing
+    stepped, batch, folder = threading.Event(), run.batch, checkpoint.checkpoint_path(config["work_dir"], SAVED)
+
+    def batch_of(step, micro):
+        if step > SAVED and not stepped.is_set():  # a step was taken since
+            assert not folder.exists()
+            stepped.set()
+        return batch(step, micro)
+
+    run.batch, instead[SAVED] = batch_of, lambda: stepped.wait(60)
+    assert training.train_steps(run, config, ALONE) == STEPS and stepped.is_set()
+    assert_equal(read_checkpoint(folder), read_checkpoint(checkpoint.checkpoint_path(runs / "one", SAVED)))
+    assert [step for step, _ in checkpoint.list_checkpoints(config["work_dir"])] == [SAVED, STEPS]
+
+
+@pytest.mark.parametrize("step", [SAVED, STEPS])
+def test_a_checkpoint_that_cannot_be_sealed_ends_the_run_and_leaves_nothing_of_itself(sealing, step):
+    run, config, instead = sealing
+
+    def fail():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    instead[step] = fail
+    with pytest.raises(OSError, match="No space left"):
+        training.train_steps(run, config, ALONE)
+    folder = Path(config["work_dir"])
+    assert [kept for kept, _ in checkpoint.list_checkpoints(folder)] == ([SAVED] if step == STEPS else [])
+    assert not list(folder.glob(".checkpoint-*"))
+
+
+def test_a_run_that_fails_seals_the_checkpoint_before(sealing):
+    run, config, _ = sealing
+    batch = run.batch
+
+    def batch_of(step, micro):
+        if step == SAVED:
+            raise RuntimeError("no more data")
+        return batch(step, micro)
+
+    run.batch = batch_of
+    with pytest.raises(RuntimeError, match="no more data"):
+        training.train_steps(run, config, ALONE)
+    assert [step for step, _ in checkpoint.list_checkpoints(config["work_dir"])] == [SAVED]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
