@@ -9,7 +9,7 @@ from pathlib import Path
 
 import checkpoint
 from cli import BadInput, Progress, Stopped, as_tool_error, causes, describe_error, print_result, say, stop_file
-from cluster import is_local, share_resources, start_ray
+from cluster import end_idle_actors, is_local, share_resources, start_ray
 from model_folder import count_weights
 from training import LOG, STOP, read_last_line
 
@@ -110,6 +110,7 @@ def run_workers(
     work_dir, cluster = Path(config["work_dir"]), (address, insecure_cluster, TRAINER)
     if config["num_workers"]:
         resources = start_ray(*cluster)
+        end_idle_actors(address)
         cpus, gpus = share_resources(resources, config["num_workers"], cpus_per_worker, gpus_per_worker)
         config = {**config, "num_threads": max(1, int(cpus))}
         if config.get("pool", {}).get("num_workers"):

@@ -3,11 +3,15 @@
 import os
 import pickle
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
+import psutil
 import pytest
 import ray
+import ray.data
 
 import cli
 import cluster
@@ -28,6 +32,7 @@ def joined(monkeypatch, no_token):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda address, **_: addresses.append(address))
     monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray._private.worker, "_global_node", mock.Mock())
     return addresses
 
 
@@ -68,6 +73,27 @@ def test_a_local_ray_listens_on_this_host_alone(ray_session):
     assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
     assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
     assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.ray
+def test_a_local_ray_has_no_process_that_hands_on_what_workers_print(ray_session):
+    names = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+    assert any("raylet" in name for name in names)
+    assert not any("log_monitor" in name for name in names)
+
+
+@pytest.mark.ray
+def test_what_ray_data_leaves_behind_is_ended_and_comes_back_when_needed(ray_session):
+    for _ in range(2):
+        assert ray.data.range(3).map(lambda row: {"double": 2 * row["id"]}).sum("double") == 6
+        assert ray.util.list_named_actors(all_namespaces=True)
+        cluster.end_idle_actors("10.0.0.1:6379")  # a cluster's are its own
+        assert ray.util.list_named_actors(all_namespaces=True)
+        cluster.end_idle_actors()
+        deadline = time.monotonic() + 30
+        while ray.util.list_named_actors(all_namespaces=True):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
 
 
 def test_those_who_read_get_half_of_the_cpus_and_the_gpus_that_are_left():
