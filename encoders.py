@@ -1,5 +1,6 @@
 """The encoders that measure pictures: CLIP and DINO as transformers loads them, found on this disk or on the hub."""
 
+import contextlib
 import fnmatch
 import os
 import sys
@@ -11,7 +12,7 @@ from checkpoint import SHA256, digest_files, read_manifest
 from cli import BadInput, CheckFailed, Progress, TryAgain
 from cluster import map_on_actors
 from dataset import read_image
-from model_folder import check_safetensors, read_json_file
+from model_folder import Config, check_safetensors, check_vocabulary, find_vocabulary, read_json_file
 
 FILES = ("*.json", "*.txt", "*.safetensors")
 ENCODE_BATCH = 16  # pictures, or texts, that an encoder takes at a time
@@ -40,8 +41,7 @@ def find_encoder(name, flag):
 
 def check_encoder(folder, flag):
     """Raise BadInput or CheckFailed unless `folder` holds a transformers model in whole safetensors."""
-    config = folder / "config.json"
-    model_type = read_json_file(config).get("model_type") if config.is_file() else None
+    model_type = read_model_type(folder)
     if model_type is None:
         raise BadInput(f"{flag} {folder} has no config.json of a transformers model: give another folder")
     if flag == "--clip_model" and model_type != "clip":
@@ -51,17 +51,38 @@ def check_encoder(folder, flag):
         raise BadInput(f"{flag} {folder} holds no safetensors: take another model")
     for path in weights:
         check_safetensors(path)
+    if model_type == "clip":
+        texts = read_json_file(folder / "config.json").get("text_config") or {}
+        check_vocabulary(folder, Config(texts, "transformers", "CLIPTextModel")["vocab_size"])
+
+
+def read_model_type(folder):
+    """Return the "clip" of a folder's config.json, None where it has none."""
+    path = Path(folder) / "config.json"
+    return read_json_file(path).get("model_type") if path.is_file() else None
 
 
 def find_cached(name):
-    """Return the folder of a whole snapshot of a repository in the hub's cache, that of `main` first, or None."""
+    """Return the folder of a whole snapshot of a repository in the hub's cache, that of `main` first, or None.
+
+    Whoever loaded a CLIPModel alone has a snapshot without its tokenizer there: it is not whole.
+    """
     from huggingface_hub.constants import HF_HUB_CACHE
 
     repository = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     main = repository / "refs" / "main"
     first = main.read_text().strip() if main.is_file() else ""
     snapshots = sorted(repository.glob("snapshots/*"), key=lambda path: (path.name != first, path.name))
-    return next((path for path in snapshots if (path / "config.json").is_file() and any(path.glob(FILES[-1]))), None)
+    return next(filter(_has_all_files, snapshots), None)
+
+
+def _has_all_files(snapshot):
+    model_type = read_model_type(snapshot)
+    if model_type == "clip":
+        with contextlib.suppress(BadInput):
+            return bool(find_vocabulary(snapshot)) and any(snapshot.glob(FILES[-1]))
+        return False
+    return model_type is not None and any(snapshot.glob(FILES[-1]))
 
 
 def fetch(name, flag):

@@ -1,6 +1,8 @@
 """A Diffusers model folder as files: is it whole, is it damaged, its sizes and tokens. No weights are loaded here."""
 
 import functools
+import importlib
+import inspect
 import json
 import math
 import re
@@ -10,6 +12,8 @@ import checkpoint
 from cli import BadInput, CheckFailed, one_line, say
 
 MODEL_FILES = {".json", ".safetensors", ".txt", ".model"}
+VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",), ("*.model",))  # a tokenizer has one
+LEAST_TOKENS = 0.9  # of the text encoder's embeddings: some models round their number up, T5's to 32,128 of 32,100
 
 
 def read_json_file(path):
@@ -32,27 +36,54 @@ def components(index):
     }
 
 
+class Config(dict):
+    """A component's configuration; a value that its file leaves out is the default of its class.
+
+    Files of older libraries lack what was added since. The class is imported only then: that takes seconds.
+    """
+
+    def __init__(self, values, library, class_name):
+        super().__init__(values)
+        self.library, self.class_name = library, class_name
+
+    def __missing__(self, name):
+        component = getattr(importlib.import_module(self.library), self.class_name)
+        if hasattr(component, "config_class"):  # of transformers
+            defaults = component.config_class().to_dict()
+        else:
+            defaults = {each.name: each.default for each in inspect.signature(component.__init__).parameters.values()}
+        value = defaults[name]
+        return list(value) if isinstance(value, tuple) else value
+
+    def get(self, name, default=None):
+        """Return a value as [] does, which a dict's own get does not; `default` where the class has none either."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+
 def read_config(model_dir, component):
-    """Return a component's configuration as a dict."""
+    """Return the Config of a model's component."""
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
-    return read_json_file(Path(model_dir) / component / name)
+    return Config(read_json_file(Path(model_dir) / component / name), *components(read_index(model_dir))[component])
 
 
 def read_unet_config(path, model_dir):
     """Return the configuration of a UNet in a file, which must fit the model's VAE and text encoder, or the model's."""
     own = read_config(model_dir, "unet")
     if not path:
-        return own
+        return dict(own)
     try:
         config = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise BadInput(f"--unet_config {path}: {error}") from None
     if not isinstance(config, dict):
         raise BadInput(f"--unet_config {path} is not a UNet's configuration: give the config.json of one")
-    for name, default in {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 1280}.items():  # Diffusers'
-        if config.get(name, default) != own[name]:
-            found = config.get(name, default)
-            raise BadInput(f"--unet_config {path} has {name} {found}, --model_dir {model_dir} needs {own[name]}")
+    found = Config(config, own.library, own.class_name)
+    for name in ("in_channels", "out_channels", "cross_attention_dim"):
+        if found[name] != own[name]:
+            raise BadInput(f"--unet_config {path} has {name} {found[name]}, --model_dir {model_dir} needs {own[name]}")
     return config
 
 
@@ -63,7 +94,10 @@ def pixel_factor(model_dir):
 
 def model_resolution(model_dir):
     """Return the side, in pixels, of the square pictures that a model was trained to draw."""
-    return read_config(model_dir, "unet")["sample_size"] * pixel_factor(model_dir)
+    cells = read_config(model_dir, "unet")["sample_size"]
+    if not isinstance(cells, int):
+        raise BadInput(f"{model_dir}/unet/config.json has no sample_size in whole latent cells a side: write it there")
+    return cells * pixel_factor(model_dir)
 
 
 def check_resolution(model_dir, flag, value):
@@ -87,8 +121,13 @@ def check_pipeline(model_dir, flag="--model_dir"):
         index = read_index(folder)
     except FileNotFoundError:
         raise BadInput(f"{flag} {folder} has no model_index.json: give what cache_model.py printed") from None
-    for name, (_, class_name) in components(index).items():
+    parts = components(index)
+    for name, (_, class_name) in parts.items():
         check_component(folder, name, class_name, flag)
+    for name in parts:
+        text_encoder = name.replace("tokenizer", "text_encoder")
+        if text_encoder != name and text_encoder in parts:
+            check_vocabulary(folder / name, read_vocab_size(read_config(folder, text_encoder)))
     return index
 
 
@@ -101,6 +140,8 @@ def check_component(folder, name, class_name, flag):
     if kind:
         if not any(part.iterdir()):
             raise BadInput(f"{part} is empty: fetch the model again")
+        if kind[0] == "Tokenizer":
+            find_vocabulary(part)
         return
     if not (part / "config.json").is_file():
         raise BadInput(f"{part} has no config.json: fetch the model again")
@@ -118,6 +159,54 @@ def check_component(folder, name, class_name, flag):
             raise BadInput(f"{part} lacks {missing[0]}: fetch the model again")
     for path in weights:
         check_safetensors(path)
+
+
+def find_vocabulary(folder):
+    """Return the files of a tokenizer's vocabulary; raise BadInput where it lacks some.
+
+    transformers 5 makes a tokenizer of two tokens from a folder without them, to which all texts are the same.
+    """
+    for names in VOCABULARIES:
+        found = [path for name in names for path in sorted(Path(folder).glob(name))]
+        if len(found) >= len(names):
+            return found
+    raise BadInput(f"{folder} lacks its vocabulary (tokenizer.json, or vocab.json and merges.txt): fetch it again")
+
+
+def read_vocab_size(config):
+    """Return how many tokens a text encoder of a configuration has embeddings for, None where it does not say."""
+    inner = dict.get(config, "text_config") or {}  # of a model for texts and pictures
+    return inner["vocab_size"] if "vocab_size" in inner else config.get("vocab_size")
+
+
+def check_vocabulary(folder, vocab_size):
+    """Raise BadInput unless a folder's tokenizer has as many tokens as its text encoder has embeddings."""
+    ids = _token_ids(find_vocabulary(folder), Path(folder))
+    if ids is not None:
+        check_num_tokens(folder, len(ids), max(ids, default=-1), vocab_size)
+
+
+def check_num_tokens(place, count, highest, vocab_size):
+    """Raise BadInput where a tokenizer's tokens, `count` with numbers up to `highest`, are not the text encoder's."""
+    if vocab_size and (highest >= vocab_size or count < LEAST_TOKENS * vocab_size):
+        raise BadInput(f"{place} has {count} tokens, the text encoder {vocab_size}: fetch the model again")
+
+
+def _token_ids(files, folder):
+    """Return the numbers of a tokenizer's tokens, None for a vocabulary that only its own library reads."""
+    first = files[0]
+    if first.suffix == ".model":
+        return None
+    if first.suffix == ".txt":
+        return set(range(len(first.read_text(encoding="utf-8").splitlines())))
+    vocabulary, added = read_json_file(first), {}
+    if first.name == "tokenizer.json":
+        added = {each["id"] for each in vocabulary.get("added_tokens", [])}
+        vocabulary = vocabulary.get("model", {}).get("vocab", {})
+    elif (folder / "added_tokens.json").is_file():
+        added = set(read_json_file(folder / "added_tokens.json").values())
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))  # Unigram's is a list
+    return set(ids) | set(added)
 
 
 def check_safetensors(path):
@@ -167,18 +256,18 @@ def weights_variant(part):
 def _load_tokenizer(model_dir):
     import transformers
 
-    return getattr(transformers, read_index(model_dir)["tokenizer"][1]).from_pretrained(f"{model_dir}/tokenizer")
+    tokenizer = getattr(transformers, read_index(model_dir)["tokenizer"][1]).from_pretrained(f"{model_dir}/tokenizer")
+    vocab_size = read_vocab_size(read_config(model_dir, "text_encoder"))
+    check_num_tokens(f"{model_dir}/tokenizer", len(tokenizer), len(tokenizer) - 1, vocab_size)
+    return tokenizer
 
 
 def max_tokens(model_dir):
     """Return how many tokens of a prompt a model reads: 77 for Stable Diffusion's."""
-    return _recorded_max_tokens(model_dir) or _load_tokenizer(model_dir).model_max_length
-
-
-def _recorded_max_tokens(model_dir):
-    """Return what the tokenizer's settings say, for which transformers is not imported; None where they do not."""
     path = Path(model_dir) / "tokenizer" / "tokenizer_config.json"
-    return read_json_file(path).get("model_max_length") if path.is_file() else None
+    recorded = read_json_file(path).get("model_max_length") if path.is_file() else None
+    positions = read_config(model_dir, "text_encoder").get("max_position_embeddings")
+    return min(filter(None, (recorded, positions)))  # what is recorded may be 10**30, for no limit
 
 
 def tokenize(model_dir, prompts):
@@ -191,9 +280,9 @@ def tokenize(model_dir, prompts):
 
 def say_what_is_cut(model_dir, prompts):
     """Print a warning for each prompt that is longer than the model reads, with the words that are lost."""
-    length = _recorded_max_tokens(model_dir)
+    length = max_tokens(model_dir)
     for prompt in prompts:
-        if length is None or len(prompt.encode()) + 2 <= length:  # a token is a byte or more: transformers stays away
+        if len(prompt.encode()) + 2 <= length:  # a token is a byte or more: transformers stays away
             continue
         tokenizer = _load_tokenizer(model_dir)
         ids = tokenizer(prompt, truncation=False, verbose=False).input_ids

@@ -110,6 +110,30 @@ def test_a_snapshot_without_safetensors_is_passed_over(cache, clip):
     assert find_encoder(NAME, "--clip_model") == str(converted)
 
 
+def test_a_snapshot_without_its_tokenizer_is_passed_over(cache, clip):
+    """What CLIPModel.from_pretrained leaves in the cache: all texts would have one embedding."""
+    bare = put_in_cache(cache, clip, "a" * 40)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    with pytest.raises(cli.TryAgain, match=f"{NAME} is not in the cache"):
+        find_encoder(NAME, "--clip_model")
+    whole = put_in_cache(cache, clip, "c" * 40, main=False)
+    assert find_encoder(NAME, "--clip_model") == str(whole)
+
+
+def test_a_clip_without_its_vocabulary_or_with_another_is_refused(clip, tmp_path):
+    folder = shutil.copytree(clip, tmp_path / "clip")
+    path = folder / "tokenizer.json"
+    vocabulary = json.loads(path.read_text())
+    kept = dict(list(vocabulary["model"]["vocab"].items())[-2:])
+    path.write_text(json.dumps({**vocabulary, "model": {**vocabulary["model"], "vocab": kept}}))
+    with pytest.raises(cli.BadInput, match=r"clip has 2 tokens, the text encoder \d\d"):
+        find_encoder(str(folder), "--clip_model")
+    path.unlink()
+    with pytest.raises(cli.BadInput, match=r"clip lacks its vocabulary"):
+        find_encoder(str(folder), "--clip_model")
+
+
 def test_without_network_the_remedy_is_said(cache):
     with pytest.raises(
         cli.TryAgain, match=rf"--dino_model {NAME} is not in the cache, and no network.*HF_HOME.*folder"

@@ -8,6 +8,7 @@ import pytest
 
 import checkpoint
 import cli
+import model_folder
 from model_folder import (
     check_model,
     check_pipeline,
@@ -19,6 +20,7 @@ from model_folder import (
     max_tokens,
     model_resolution,
     pixel_factor,
+    read_config,
     say_what_is_cut,
     tokenize,
     weights_variant,
@@ -141,6 +143,84 @@ def test_damaged_json_of_a_part_fails_the_check(model, name):
         model_resolution(model)  # what train.py asks for next
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Vocabularies and configurations
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused(model):
+    (model / "tokenizer" / "tokenizer.json").unlink()
+    with pytest.raises(cli.BadInput, match=r"tokenizer lacks its vocabulary \(tokenizer\.json, or vocab"):
+        check_pipeline(model)
+    (model / "tokenizer" / "vocab.json").write_text('{"a": 0}')  # transformers 5 would take it without merges.txt
+    with pytest.raises(cli.BadInput, match=r"lacks its vocabulary"):
+        check_pipeline(model)
+
+
+def as_slow_tokenizer(model):
+    """Keep a model's vocabulary in vocab.json and merges.txt, as libraries did before tokenizer.json; return it."""
+    path = model / "tokenizer" / "tokenizer.json"
+    vocabulary = json.loads(path.read_text())["model"]["vocab"]
+    path.unlink()
+    (model / "tokenizer" / "vocab.json").write_text(json.dumps(vocabulary))
+    (model / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")
+    return vocabulary
+
+
+def test_a_vocabulary_in_two_files_passes(model):
+    before = tokenize(str(model), ["a dog"])
+    as_slow_tokenizer(model)
+    check_pipeline(model)
+    model_folder._load_tokenizer.cache_clear()
+    assert tokenize(str(model), ["a dog"]) == before
+
+
+@pytest.mark.parametrize("change", ["two", "more", "added"])
+def test_a_tokenizer_of_another_text_encoder_is_refused(model, change):
+    vocabulary = as_slow_tokenizer(model)
+    count, tokenizer = len(vocabulary), model / "tokenizer"
+    if change == "two":
+        (tokenizer / "vocab.json").write_text('{"<|startoftext|>": 0, "<|endoftext|>": 1}')
+    elif change == "more":
+        (tokenizer / "vocab.json").write_text(json.dumps(vocabulary | {"dog</w>": count}))
+    else:
+        (tokenizer / "added_tokens.json").write_text(json.dumps({"<sks>": count}))
+    found = 2 if change == "two" else count + 1
+    with pytest.raises(cli.BadInput, match=f"tokenizer has {found} tokens, the text encoder {count}"):
+        check_pipeline(model)
+
+
+def test_tokens_rounded_up_and_vocabularies_of_other_libraries_pass(model):
+    path = model / "text_encoder" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 3}))
+    check_pipeline(model)
+    (model / "tokenizer" / "tokenizer.json").unlink()
+    (model / "tokenizer" / "spiece.model").write_bytes(b"sentencepiece")
+    check_pipeline(model)
+
+
+def test_what_a_configuration_leaves_out_is_the_default_of_its_class(model):
+    for part, names in {"vae": ("scaling_factor", "shift_factor"), "text_encoder": ("vocab_size",)}.items():
+        path = model / part / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps({name: value for name, value in config.items() if name not in names}))
+    vae = read_config(model, "vae")
+    assert vae["scaling_factor"] == 0.18215 and vae["shift_factor"] is None and vae["latent_channels"] == 4
+    assert read_config(model, "text_encoder")["vocab_size"] == 49408
+    assert vae.get("block_out_channels") == [8, 8] and vae.get("nothing") is None
+    with pytest.raises(KeyError):
+        vae["nothing"]
+
+
+def test_a_resolution_that_the_configuration_does_not_say_is_named(model):
+    path = model / "unet" / "config.json"
+    config = json.loads(path.read_text())
+    del config["sample_size"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(cli.BadInput, match=r"unet/config\.json has no sample_size"):
+        model_resolution(model)
+
+
 def test_other_files_beside_do_not_matter(model):
     (model / "README.md").write_text("x")
     (model / "v1-4.ckpt").write_bytes(b"x")
@@ -211,16 +291,16 @@ def test_prompts_become_ids_of_the_encoders_length(tiny_model, length, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_length_is_known_without_transformers_or_from_it(model, length, monkeypatch):
-    from transformers import CLIPTokenizer
-
+def test_the_length_is_known_without_transformers_or_from_the_text_encoder(model, length, monkeypatch):
     path = model / "tokenizer" / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "transformers", None)
         assert max_tokens(model) == length
     path.write_text(json.dumps({name: value for name, value in settings.items() if name != "model_max_length"}))
-    assert max_tokens(model) == CLIPTokenizer.from_pretrained(path.parent).model_max_length
+    assert max_tokens(model) == length
+    path.write_text(json.dumps({**settings, "model_max_length": 10**30}))
+    assert max_tokens(model) == length
 
 
 def test_what_of_a_long_prompt_is_cut_is_said(tiny_model, length, capsys):
