@@ -14,6 +14,8 @@ import sys
 import time
 import traceback
 
+WORKER_DIED = ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError")  # Ray's exceptions
+
 
 class ToolError(Exception):
     """A fault that a user can cause and mend: printed as one line, never as a traceback."""
@@ -31,6 +33,10 @@ class OutOfResource(ToolError):
     """The disk or the memory is full."""
 
     exit_code = 4
+
+
+class WorkerDied(OutOfResource):
+    """A process of Ray's ended by itself, not by an exception."""
 
 
 class CheckFailed(ToolError):
@@ -112,8 +118,9 @@ def stop_file(path):
 def describe_error(error):
     """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own."""
     *_, last = causes(error)
-    known = next(filter(None, map(as_tool_error, causes(error))), None)
-    if known:
+    known = list(filter(None, map(as_tool_error, causes(error))))
+    if known:  # a worker that ended by itself says less than the error of one beside it
+        known = min(known, key=lambda each: isinstance(each, WorkerDied))
         return known.exit_code, one_line(str(known))
     lines = str(last).strip().splitlines() or [""]
     return ToolError.exit_code, one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows where)")
@@ -133,6 +140,8 @@ def as_tool_error(error):
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         remedy = "try a smaller --train_batch_size, --batch_size or --resolution, or --gradient_checkpointing"
         return OutOfResource(f"out of memory: {remedy}")
+    if type(error).__name__ in WORKER_DIED:
+        return WorkerDied("a worker process died; usually the system ended it because memory ran out")
     return None
 
 
@@ -206,6 +215,8 @@ def add_compute_flags(group):
     group.add_argument("--insecure_cluster", action="store_true", help="join a cluster that asks for no token")
     group.add_argument("--cpus_per_worker", type=positive_float, help="CPUs of each worker; default: an even share")
     group.add_argument("--gpus_per_worker", type=positive_float, help="GPUs of each worker; default: 1 where there are")
+    help_text = "how often a worker that died is started again before the run ends with exit code 4"
+    group.add_argument("--max_failures", type=non_negative_int, default=3, help=help_text)
     group.add_argument(
         "--mixed_precision",
         choices=("auto", "no", "bf16", "fp16"),
@@ -214,7 +225,7 @@ def add_compute_flags(group):
     )
 
 
-PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker")
+PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures")
 
 
 def placement(args):

@@ -8,6 +8,7 @@ import pickle
 import signal
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -156,7 +157,8 @@ def map_on_actors(worker_class, options, items, num_workers, prepare=None, order
 
     items: plain values; results: dicts of numbers, strings and numpy arrays.
     num_workers: 0 for this process, without Ray; n or (min, max) actors of a Ray Data pool; None for one on each GPU,
-    or one on every four CPUs. An actor loads its model once, takes one item at a time, and is replaced when it dies.
+    or one on every four CPUs. An actor loads its model once, takes one item at a time, and is started again when it
+    dies, `max_failures` times.
     prepare: a function that yields the workers' items for one of `items`; it runs on CPU tasks, ahead of the
     actors where these have a GPU or several CPUs, else in them.
     worker_class: None yields what `prepare` does. place: what cli.placement returns.
@@ -187,11 +189,13 @@ def _on_ray(
     insecure_cluster=False,
     cpus_per_worker=None,
     gpus_per_worker=None,
+    max_failures=3,
 ):
     """Return a Ray Data set of one column, the pickled results of `map_on_actors`."""
     resources = start_ray(address, insecure_cluster)
     import ray.data
     from ray.data import ActorPoolStrategy
+    from ray.util.annotations import RayDeprecationWarning
 
     if num_workers is None:
         num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
@@ -209,13 +213,19 @@ def _on_ray(
         rows = rows.flat_map(_Prepare(prepare), num_cpus=min(1.0, cpus / 2))
     if worker_class is None:
         return rows
-    return rows.map(
-        _Actor,
-        fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}),
-        compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
-        num_cpus=cpus / 2,  # half of what it uses: Ray Data's own tasks must find a place, or all wait for ever
-        num_gpus=gpus,
-    )
+    # Ray Data starts an actor that dies again for ever. Ray 2.60 warns that these two options will get another place,
+    # which it does not have yet.
+    bounds = {"max_restarts": max_failures, "max_task_retries": max_failures}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        return rows.map(
+            _Actor,
+            fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}),
+            compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
+            num_cpus=cpus / 2,  # half of what it uses: Ray Data's own tasks must find a place, or all wait for ever
+            num_gpus=gpus,
+            **bounds,
+        )
 
 
 def _as_it_is(item):

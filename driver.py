@@ -8,7 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import checkpoint
-from cli import BadInput, Progress, Stopped, as_tool_error, causes, describe_error, print_result, say, stop_file
+from cli import (
+    BadInput,
+    Progress,
+    Stopped,
+    WorkerDied,
+    as_tool_error,
+    causes,
+    describe_error,
+    print_result,
+    say,
+    stop_file,
+)
 from cluster import end_idle_actors, is_local, share_resources, start_ray
 from model_folder import count_weights
 from training import LOG, STOP, read_last_line
@@ -136,7 +147,7 @@ def run_workers(
 
 
 def _until_done(fit, max_failures, cluster):
-    """Return fit(), called again after a worker's death, but not after a ToolError; cluster: for start_ray.
+    """Return fit(), called again after a worker's death, but not after another ToolError; cluster: for start_ray.
 
     Ray would start the workers again for either, so it is told to do so for neither.
     """
@@ -146,7 +157,7 @@ def _until_done(fit, max_failures, cluster):
         try:
             return fit()
         except Exception as error:
-            if not left or any(map(as_tool_error, causes(error))):
+            if not left or not all(isinstance(each, WorkerDied | None) for each in map(as_tool_error, causes(error))):
                 raise
             reason = describe_error(error)[1].split(". ")[0]
             say(f"warning: {reason}: starting the workers again from the newest checkpoint")

@@ -60,7 +60,6 @@ def parse_args(argv=None):
     loading = "of each worker: actors that read, or encode with --online (default 1); 0: a thread reads, itself encodes"
     group.add_argument("--num_data_loading_workers", type=cli.non_negative_int, help=loading)
     group.add_argument("--prefetch_batches", type=cli.positive_int, default=4, help="batches made ahead of their step")
-    group.add_argument("--max_failures", type=cli.non_negative_int, default=3, help="restarts after a worker's death")
     group.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp", help="how workers share the UNet")
     group.add_argument("--fsdp_sharding", choices=parallel.SHARDINGS, default="FULL_SHARD", help="what FSDP splits")
     cli.add_compute_flags(group)
@@ -318,6 +317,7 @@ def train(args, settings, data, steps, num_workers):
     if num_workers and count:
         resources = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
         pool = share_with_loaders(resources, num_workers, count, args.online, args.gpus_per_worker)
+        pool["max_failures"] = args.max_failures
     config = {
         **vars(args),
         "settings": settings,
@@ -328,7 +328,7 @@ def train(args, settings, data, steps, num_workers):
         "pool": pool,
         "data_options": asdict(data),
     }
-    return driver.run_workers(train_loop, config, max_failures=args.max_failures, **cli.placement(args))
+    return driver.run_workers(train_loop, config, **cli.placement(args))
 
 
 def main(args):

@@ -57,7 +57,6 @@ def parse_args(argv=None):
     _add_training_flags(parser)
     group = cli.add_shared_flags(parser)
     group.add_argument("--num_workers", type=cli.non_negative_int, help="0: this process; default: one a GPU, or 1")
-    group.add_argument("--max_failures", type=cli.non_negative_int, default=3, help="restarts after a worker's death")
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
     if args.prior_loss_weight and not (args.class_images_dir and args.class_prompt):
@@ -331,7 +330,7 @@ def train(args, settings, steps, num_workers):
         "pairs": asdict(pairs),
         "skipped_images": skipped,
     }
-    return driver.run_workers(train_loop, config, max_failures=args.max_failures, **cli.placement(args))
+    return driver.run_workers(train_loop, config, **cli.placement(args))
 
 
 def main(args):

@@ -283,14 +283,15 @@ def train_steps(run, config, place):
     """Train from step `run.step` to config["max_train_steps"], or until asked to stop; return the step reached."""
     import torch
 
-    step, last, stopping, sealing = run.step, config["max_train_steps"], False, None
+    step, last, sealing = run.step, config["max_train_steps"], None
+    stopping = is_stopped = False
     log = StepLog(config["work_dir"], step) if place.rank == 0 else None
     if log:
         log.show(step, run.draw(step))
     if step < last:
         settle_buckets(run, place)
     with ThreadPoolExecutor(1) as executor:
-        while step < last and not stopping:
+        while step < last and not is_stopped:
             torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
             losses = accumulate_gradients(run, step, config, place)
             grad_norm = run.optimizer.step(step)
@@ -303,11 +304,13 @@ def train_steps(run, config, place):
                 values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
             # All workers must agree to stop; on GPUs they wait for each other there, and do so at logged steps alone.
             asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
-            stopping = asks and place.any(stop_asked(config))
+            stopping = stopping or (asks and place.any(stop_asked(config)))
             is_to_save = stopping or is_due(step, config["checkpointing_steps"], last)
-            # Not while steps are skipped: each time that the command is run again would go a few steps further.
+            # Not while steps are skipped: each time that the command is run again would go a few steps further. A run
+            # that is asked to stop goes on to the next good step; is_good ends one that has none.
             is_good = run.optimizer.is_good() if is_to_save or is_logged or place.device.type == "cpu" else None
             is_saved = is_to_save and (is_good or step == last)
+            is_stopped = stopping and is_saved
             if place.rank == 0 and (values or is_saved):
                 checkpoint.check_owner(Path(config["work_dir"]) / checkpoint.LOCK, config["owner"])
             if log and values:

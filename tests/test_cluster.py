@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -148,6 +149,31 @@ class Full:
 def test_an_actor_that_is_out_of_a_resource_says_so(kind):
     result = cluster._Actor(Full, {"kind": kind})({"bytes": pickle.dumps({})})["bytes"]
     assert cli.describe_error(pickle.loads(result))[0] == cli.OutOfResource.exit_code
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("when", ["made", "called"])
+def test_an_actor_that_dies_each_time_is_given_up(ray_session, tmp_path, when):
+    """Ray Data alone would start it again for ever."""
+
+    class Mortal:
+        def __init__(self, num_threads):
+            (tmp_path / f"{time.monotonic_ns()}.born").touch()
+            self.die("made")
+
+        def die(self, moment):
+            if moment == when:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def __call__(self, item):
+            self.die("called")
+            return {}
+
+    with pytest.raises(ray.exceptions.ActorDiedError) as caught:
+        list(cluster.map_on_actors(Mortal, {}, [{}, {}], 1, max_failures=1))
+    code, message = cli.describe_error(caught.value)
+    assert code == 4 and "a worker process died; usually the system ended it because memory ran out" in message
+    assert len(list(tmp_path.glob("*.born"))) == 2
 
 
 class Whereabouts:

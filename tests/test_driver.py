@@ -195,6 +195,25 @@ def test_a_dead_controller_leaves_no_cpus_behind(tmp_path, trainers, monkeypatch
     assert calls == ["start"]
 
 
+def test_a_worker_that_dies_each_time_is_out_of_memory_at_the_end(tmp_path, trainers, capsys):
+    import ray
+
+    made, failures = trainers
+    failures += [ray.exceptions.ActorDiedError() for _ in range(2)]
+    with pytest.raises(ray.exceptions.ActorDiedError) as caught:
+        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=1)
+    assert len(made) == 2 and cli.describe_error(caught.value)[0] == 4
+    assert "memory ran out: starting the workers again from the newest checkpoint" in capsys.readouterr().err
+
+
+def test_the_error_of_another_worker_says_more_than_a_death():
+    import ray
+
+    error = RuntimeError("training failed")
+    error.worker_failures = {0: ray.exceptions.ActorDiedError(), 1: cli.CheckFailed("not finite")}
+    assert cli.describe_error(error) == (5, "not finite")
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_ray_train_starts_no_actor_that_only_takes_time(is_alone):
     from ray.train import ScalingConfig

@@ -1,6 +1,8 @@
 """train.py run whole on a tiny model, in this process and on Ray workers."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -322,6 +324,36 @@ def test_half_precision_base_comes_out_float32(command, tiny_model, tmp_path):
     assert {value.dtype for value in weights(command.output_dir).values()} == {torch.float32}
     result = DiffusionPipeline.from_pretrained(command.output_dir)
     assert {result.unet.dtype, result.text_encoder.dtype, result.vae.dtype} == {torch.float32}
+
+
+def test_a_model_that_does_not_say_its_latents_scale_trains_with_that_of_its_class(command, tiny_model, tmp_path):
+    """Models saved before diffusers 0.12 have no scaling_factor; AutoencoderKL's is 0.18215."""
+    for name, change in {"silent": {}, "said": {"scaling_factor": 0.18215}}.items():
+        model = shutil.copytree(tiny_model, tmp_path / name)
+        path = model / "vae" / "config.json"
+        config = json.loads(path.read_text())
+        del config["scaling_factor"]
+        path.write_text(json.dumps(config | change))
+        command(model_dir=model, output_dir=tmp_path / f"{name}-out", max_train_steps=1)
+    assert losses(tmp_path / "silent-out.work") == losses(tmp_path / "said-out.work") != []
+
+
+def test_a_signal_at_a_skipped_step_saves_at_the_next_good_one(command, monkeypatch):
+    """fp16 skips steps as a matter of course; what was trained before them must not be lost."""
+    real = training.accumulate_gradients
+
+    def overflow(run, step, *rest):
+        losses = real(run, step, *rest)
+        if step in (2, 3):
+            run.optimizer.parameters[0].grad.fill_(float("inf"))
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return losses
+
+    with monkeypatch.context() as patch, pytest.raises(cli.Stopped):
+        patch.setattr(training, "accumulate_gradients", overflow)
+        command(max_train_steps=8)
+    assert checkpoints(command.work_dir) == {5}
 
 
 def test_a_diverged_run_publishes_nothing(command, monkeypatch):
