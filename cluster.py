@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import ipaddress
 import itertools
 import os
 import pickle
@@ -68,8 +69,9 @@ def start_ray(address=None, insecure_cluster=False, module="ray.data"):
             with _no_stderr():  # its C++ side says there that it was told to be quiet
                 ray.init(address=address, **options)
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would exit with another code
-            if is_local(address):  # what would hand on what the workers print, which log_to_driver turns off
-                ray._private.worker._global_node.kill_log_monitor(check_alive=False)
+            if is_local(address):
+                _check_loopback()
+                _end_log_monitor()
         except ConnectionError as error:
             if "AuthenticationError" in type(error.__cause__).__name__ + str(error.__cause__):
                 raise BadInput(f"the Ray cluster at {address} asks for a token: {TOKEN_REMEDY}") from error
@@ -79,6 +81,35 @@ def start_ray(address=None, insecure_cluster=False, module="ray.data"):
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # their errors are raised too
     return ray.cluster_resources()
+
+
+def _check_loopback():
+    """Raise BadInput, and end the Ray that was just started, where other hosts could reach it.
+
+    It is a variable of Ray's, not of its public interface, that makes it listen on this host alone.
+    """
+    import ray
+
+    hosts = {ray.get_runtime_context().gcs_address.rpartition(":")[0].strip("[]")}
+    hosts |= {node["NodeManagerAddress"] for node in ray.nodes()}
+    open_hosts = sorted(host for host in hosts if host != "localhost" and not ipaddress.ip_address(host).is_loopback)
+    if open_hosts:
+        ray.shutdown()
+        raise BadInput(
+            f"Ray listens on {open_hosts[0]}, where other hosts could reach it: install what requirements.txt pins, "
+            "unset RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, or join a cluster with --address"
+        )
+
+
+def _end_log_monitor():
+    """End the process that would hand on what workers print, which log_to_driver turns off.
+
+    The call is Ray's own: where another version has no such process, or another name for it, nothing is ended.
+    """
+    import ray
+
+    with contextlib.suppress(Exception):
+        ray._private.worker._global_node.kill_log_monitor(check_alive=False)
 
 
 def end_idle_actors(address=None):

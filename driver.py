@@ -200,8 +200,11 @@ def _make_trainer_class(is_alone):
     needless = ("DatasetsCallback", "PlacementGroupCleanerCallback")[: 1 + is_alone]
 
     class Trainer(TorchTrainer):
-        def _create_default_callbacks(self):  # Ray's own: should it be gone, those actors are there again
-            return [each for each in super()._create_default_callbacks() if type(each).__name__ not in needless]
+        def _create_default_callbacks(
+            self, *arguments, **options
+        ):  # Ray's own: were it gone, they would be there again
+            callbacks = super()._create_default_callbacks(*arguments, **options)
+            return [each for each in callbacks if type(each).__name__ not in needless]
 
     return Trainer
 

@@ -27,14 +27,22 @@ def no_token(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def joined(monkeypatch, no_token):
+def joined(monkeypatch, no_token, listening):
     """The addresses that Ray was asked to join."""
     addresses = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda address, **_: addresses.append(address))
     monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": host} for host in listening])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: mock.Mock(gcs_address="127.0.0.1:6379"))
     monkeypatch.setattr(ray._private.worker, "_global_node", mock.Mock())
     return addresses
+
+
+@pytest.fixture
+def listening():
+    """The hosts that a local Ray of `joined` says it listens on."""
+    return ["127.0.0.1"]
 
 
 def test_a_cluster_without_a_token_is_refused(joined):
@@ -74,6 +82,25 @@ def test_a_local_ray_listens_on_this_host_alone(ray_session):
     assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
     assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
     assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_local_ray_that_other_hosts_reach_is_ended_and_refused(joined, listening, monkeypatch):
+    cluster.start_ray("local")
+    ended = []
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    listening.append("10.0.0.5")
+    with pytest.raises(cli.BadInput, match=r"Ray listens on 10\.0\.0\.5.*requirements\.txt"):
+        cluster.start_ray("local")
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("node", [None, object(), mock.Mock(kill_log_monitor=mock.Mock(side_effect=TypeError))])
+def test_a_ray_without_its_private_calls_works(joined, monkeypatch, node):
+    """Another minor version may not have them."""
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    cluster.start_ray("local")
+    monkeypatch.delattr(ray._private.worker, "_global_node")
+    cluster.start_ray("local")
 
 
 @pytest.mark.ray

@@ -228,6 +228,25 @@ def test_ray_train_starts_no_actor_that_only_takes_time(is_alone):
     assert needless < actors(TorchTrainer)
 
 
+@pytest.mark.parametrize("has_arguments", [True, False])
+def test_another_ray_train_makes_its_callbacks_in_another_way(monkeypatch, has_arguments):
+    """The call is private: it may take arguments one day, or be gone."""
+    from ray.train.torch import TorchTrainer
+
+    class DatasetsCallback:
+        pass
+
+    if has_arguments:
+        make = lambda self, settings: [DatasetsCallback(), settings]  # noqa: E731
+        monkeypatch.setattr(TorchTrainer, "_create_default_callbacks", make)
+        trainer_class = driver._make_trainer_class(is_alone=True)
+        assert object.__new__(trainer_class)._create_default_callbacks("kept") == ["kept"]
+    else:
+        base = next(each for each in TorchTrainer.__mro__ if "_create_default_callbacks" in vars(each))
+        monkeypatch.delattr(base, "_create_default_callbacks")
+        assert issubclass(driver._make_trainer_class(is_alone=True), TorchTrainer)
+
+
 def test_workers_are_not_started_again_for_an_error_of_the_user(tmp_path, trainers):
     """One worker's error is the run's, whatever the others die of meanwhile."""
     made, failures = trainers
