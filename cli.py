@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 
-WORKER_DIED = ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError")  # Ray's exceptions
+WORKER_DIED = ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError")  # Ray's
 
 
 class ToolError(Exception):
@@ -117,7 +117,7 @@ def stop_file(path):
 
 def describe_error(error):
     """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own."""
-    *_, last = causes(error)
+    *_, last = [error, *(each for each in causes(error) if str(each).strip())]
     known = list(filter(None, map(as_tool_error, causes(error))))
     if known:  # a worker that ended by itself says less than the error of one beside it
         known = min(known, key=lambda each: isinstance(each, WorkerDied))
@@ -140,7 +140,7 @@ def as_tool_error(error):
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         remedy = "try a smaller --train_batch_size, --batch_size or --resolution, or --gradient_checkpointing"
         return OutOfResource(f"out of memory: {remedy}")
-    if type(error).__name__ in WORKER_DIED:
+    if type(error).__name__ in WORKER_DIED and not getattr(error, "actor_init_failed", False):
         return WorkerDied("a worker process died; usually the system ended it because memory ran out")
     return None
 
@@ -165,9 +165,19 @@ def one_line(text, limit=800):
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+_listeners = []
+
+
 def say(message):
-    """Print one line for a person, on stderr."""
+    """Print one line for a person, on stderr, and pass it to who listens."""
     print(message, file=sys.stderr, flush=True)
+    for listener in _listeners:
+        listener(message)
+
+
+def listen(listener):
+    """Call `listener(message)` for all that this process says from now on: nobody sees the stderr of a worker."""
+    _listeners.append(listener)
 
 
 def print_result(**result):

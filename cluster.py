@@ -13,7 +13,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cli import BadInput, ToolError, as_tool_error
+from cli import BadInput, ToolError, as_tool_error, listen, say
 from utils import no_gc
 
 OLDEST_RAY = (2, 60)
@@ -202,8 +202,13 @@ def map_on_actors(worker_class, options, items, num_workers, prepare=None, order
             worker = worker_class(**options) if worker_class else lambda item: item
         yield from map(worker, itertools.chain.from_iterable(map(prepare, items)))
         return
+    heard = set()
     for row in _on_ray(worker_class, options, items, num_workers, prepare, ordered, **place).iter_rows():
-        result = pickle.loads(row["bytes"])
+        result, said = pickle.loads(row["bytes"])
+        for message in dict.fromkeys(said):
+            if message not in heard:  # all actors may say the same
+                say(message)
+            heard.add(message)
         if isinstance(result, ToolError):
             raise result
         yield result
@@ -237,7 +242,7 @@ def _on_ray(
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.preserve_order = ordered
-    rows = ray.data.from_items([{"bytes": pickle.dumps(item)} for item in items], override_num_blocks=len(items))
+    rows = ray.data.from_items([{"bytes": pickle.dumps((item, []))} for item in items], override_num_blocks=len(items))
     if prepare is not _as_it_is:
         # The CPUs that the actors leave: several tasks for each on a large machine. On one of few CPUs and no GPU the
         # shares are equal, and Ray Data runs both in the actor: a process less to start and to keep in memory.
@@ -275,29 +280,31 @@ def _attempt(function, *arguments, **options):
 
 
 class _Prepare:
-    """What a Ray Data task does: one item in, some out, as bytes of one column."""
+    """What a Ray Data task does: one item in, some out, as bytes of one column, each with what was said: nothing."""
 
     def __init__(self, prepare):
         self.prepare = prepare
 
     def __call__(self, row):
-        items = iter(self.prepare(pickle.loads(row["bytes"])))
+        items = iter(self.prepare(pickle.loads(row["bytes"])[0]))
         end = object()
         while (item := _attempt(next, items, end)) is not end:
-            yield {"bytes": pickle.dumps(item)}
+            yield {"bytes": pickle.dumps((item, []))}
             if isinstance(item, ToolError):
                 return
 
 
 class _Actor:
-    """What a Ray Data actor holds: the worker, made once. Results and ToolErrors travel as bytes of one column.
+    """What a Ray Data actor holds: the worker, made once. Results and ToolErrors travel as bytes of one column, each
+    with what was said.
 
     One thread makes the worker and calls it, where Ray Data takes two: OpenMP keeps a team of threads for each, and
     its threads stop spinning, and lose a quarter of the speed, once there are more of them than CPUs.
     """
 
     def __init__(self, worker_class, options):
-        self.thread = ThreadPoolExecutor(1)
+        self.thread, self.said = ThreadPoolExecutor(1), []
+        listen(self.said.append)
         with no_gc():
             self.worker = self._run(worker_class, **options)
 
@@ -305,6 +312,9 @@ class _Actor:
         return self.thread.submit(_attempt, function, *arguments, **options).result()
 
     def __call__(self, row):
-        item = pickle.loads(row["bytes"])
+        item, _ = pickle.loads(row["bytes"])
         failed = next((each for each in (self.worker, item) if isinstance(each, ToolError)), None)
-        return {"bytes": pickle.dumps(failed or self._run(self.worker, item))}
+        result = failed or self._run(self.worker, item)
+        said = list(self.said)
+        self.said.clear()
+        return {"bytes": pickle.dumps((result, said))}

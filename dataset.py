@@ -234,13 +234,13 @@ class Pairs:
 class PosteriorEncoder:
     """Decodes, crops and encodes some rows: the work of one actor while the cache is filled."""
 
-    def __init__(self, model_dir, resolution, random_crop, random_flip, seed, num_threads=None):
+    def __init__(self, model_dir, resolution, random_crop, random_flip, seed, mixed_precision="no", num_threads=None):
         import torch
 
         from utils import load_models, set_up_torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        set_up_torch(self.device, num_threads)
+        set_up_torch(self.device, num_threads, mixed_precision)
         # float32: computed once, and SDXL's VAE overflows in float16.
         self.vae = load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
         self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed

@@ -153,7 +153,7 @@ class ImageDrawer:
         from utils import compute_dtype, load_pipeline, set_up_torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        set_up_torch(device, num_threads)
+        set_up_torch(device, num_threads, mixed_precision)
         dtype = compute_dtype(mixed_precision, device)
         self.pipeline = load_pipeline(model_dir, dtype, checkpoint, safety_checker).to(device)
         self.output_dir = Path(output_dir)

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import checkpoint
@@ -22,7 +23,7 @@ from cli import (
 )
 from cluster import end_idle_actors, is_local, share_resources, start_ray
 from model_folder import count_weights
-from training import LOG, STOP, read_last_line
+from training import LOG, SAID, STOP, read_last_line, tell_driver
 
 WORK_FILES = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, LOG, "tensorboard", "posteriors", "ray", "validation")
 TRAINER = "ray.train.torch"  # the module of Ray that trains
@@ -126,10 +127,13 @@ def run_workers(
         config = {**config, "num_threads": max(1, int(cpus))}
         if config.get("pool", {}).get("num_workers"):
             cpus /= 2  # the other half is for those who read their data
-        fit = _make_fit(train_loop, work_dir / "ray", config["num_workers"], cpus, gpus, is_local(address))
+        (work_dir / SAID).unlink(missing_ok=True)
+        fit = _make_fit(
+            partial(tell_driver, train_loop), work_dir / "ray", config["num_workers"], cpus, gpus, is_local(address)
+        )
     done = threading.Event()
     with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(2) as pool:
-        follower = pool.submit(_follow, work_dir / LOG, config["max_train_steps"], done)
+        follower = pool.submit(_follow, work_dir, config["max_train_steps"], done)
         try:
             # In this process in the thread that has encoded: OpenMP keeps a team of threads for each, which stop
             # spinning once there are more than CPUs. On Ray in another one: in this it would take SIGINT for itself.
@@ -141,6 +145,7 @@ def run_workers(
             done.set()
         follower.result()
     shutil.rmtree(work_dir / "ray", ignore_errors=True)
+    (work_dir / SAID).unlink(missing_ok=True)
     if result["stopped"] and signals:
         raise Stopped(signals[0])
     return result
@@ -209,12 +214,17 @@ def _make_trainer_class(is_alone):
     return Trainer
 
 
-def _follow(log_path, total, done):
-    """Show the last line of log.jsonl as it comes, until the event `done`."""
-    progress, is_last = None, False
+def _follow(work_dir, total, done):
+    """Show what the workers say, and the last line of log.jsonl, as they come, until the event `done`."""
+    progress, is_last, num_said = None, False, 0
     while not is_last:
         is_last = done.wait(0.2)
-        last = read_last_line(log_path)
+        with contextlib.suppress(FileNotFoundError):
+            *said, _ = (work_dir / SAID).read_text(encoding="utf-8").split("\n")  # what follows the last is not whole
+            for message in said[num_said:]:
+                say(message)
+            num_said = len(said)
+        last = read_last_line(work_dir / LOG)
         if last is None:
             continue
         if progress is None:

@@ -151,7 +151,7 @@ class Encoder:
         from utils import set_up_torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        set_up_torch(self.device, num_threads)
+        set_up_torch(self.device, num_threads, mixed_precision="no")
         self.is_clip = read_json_file(Path(model_dir) / "config.json")["model_type"] == "clip"
         model, info = (CLIPModel if self.is_clip else AutoModel).from_pretrained(
             model_dir,

@@ -35,7 +35,7 @@ class LatentEncoder:
         from utils import compute_dtype, load_models, set_up_torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        set_up_torch(self.device, num_threads)
+        set_up_torch(self.device, num_threads, mixed_precision)
         dtype = compute_dtype(mixed_precision, self.device)
         if resolutions:  # the VAE in float32: each picture is encoded once, and some VAEs overflow in float16
             self.vae = load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)

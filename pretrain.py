@@ -191,8 +191,8 @@ def prepare(config, place):
     """Return the training.Run of a worker: everything stands where the newest checkpoint left it."""
     from diffusers import DDPMScheduler
 
-    utils.set_up_torch(place.device.type, config.get("num_threads"))
-    dtype = utils.compute_dtype(config["mixed_precision"], place.device.type)
+    utils.set_up_torch(place.device.type, config.get("num_threads"), config["mixed_precision"])
+    dtype = utils.compute_dtype(config["mixed_precision"], place.device.type, place.any)
     step, folder = checkpoint.newest_checkpoint(config["work_dir"])
     unet = load_unet(config, place, folder)
     model = parallel.wrap(unet, place, config["strategy"], config["fsdp_sharding"], dtype)

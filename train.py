@@ -190,8 +190,8 @@ def prepare(config, place):
     """Return the training.Run of a worker: everything stands where the newest checkpoint left it."""
     from diffusers import DDPMScheduler
 
-    utils.set_up_torch(place.device.type, config.get("num_threads"))
-    dtype = utils.compute_dtype(config["mixed_precision"], place.device.type)
+    utils.set_up_torch(place.device.type, config.get("num_threads"), config["mixed_precision"])
+    dtype = utils.compute_dtype(config["mixed_precision"], place.device.type, place.any)
     step, folder = checkpoint.newest_checkpoint(config["work_dir"])
     modules, frozen_text_encoder = load_modules(config, place, folder)
     optimizer = training.make_optimizer(config, modules, place, dtype, folder)
@@ -317,8 +317,8 @@ def train(args, settings, steps, num_workers):
     if num_workers:
         start_ray(args.address, args.insecure_cluster, driver.TRAINER)
     posteriors_dir = str(Path(args.work_dir) / "posteriors")
-    encoder_options = {name: getattr(args, name) for name in ("model_dir", "resolution", "random_crop", "random_flip")}
-    encoder_options["seed"] = args.seed
+    names = ("model_dir", "resolution", "random_crop", "random_flip", "seed", "mixed_precision")
+    encoder_options = {name: getattr(args, name) for name in names}
     cache_posteriors(posteriors_dir, pairs, *images, encoder_options, num_workers=num_workers, **cli.placement(args))
     config = {
         **vars(args),

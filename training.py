@@ -11,12 +11,13 @@ from typing import Any
 
 import checkpoint
 import parallel
-from cli import CheckFailed
+from cli import CheckFailed, listen, one_line
 from utils import step_seed
 
 LOG = "log.jsonl"
 MAX_LINE = 8192  # bytes of a line of it
 STOP = "stop"
+SAID = "said.txt"
 DIVERGED = "the run diverged"
 REMEDY = "nothing is published: take a smaller --lr, or --mixed_precision no"
 MAX_BAD_STEPS = 5  # skipped one after another, for a gradient that is not finite, before a run gives up
@@ -45,6 +46,21 @@ class Place:
         import torch
 
         return flag if self.world_size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
+
+
+def tell_driver(train_loop, config):
+    """Return train_loop(config) on a worker of Ray; what rank 0 says goes to the file SAID, which the driver shows."""
+    import ray.train
+
+    if ray.train.get_context().get_world_rank() == 0:
+        path = Path(config["work_dir"]) / SAID
+
+        def write(message):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(one_line(message) + "\n")
+
+        listen(write)
+    return train_loop(config)
 
 
 def find_place(num_workers):
@@ -236,7 +252,9 @@ def make_optimizer(config, modules, place, dtype, folder):
     )
     if folder:
         parallel.restore_optimizer(folder, modules, optimizer.adamw)
-        optimizer.scaler.load_state_dict(checkpoint.read_manifest(folder)["scaler"])
+        scaler = checkpoint.read_manifest(folder)["scaler"]
+        if scaler:  # none where the run was in bf16 until here
+            optimizer.scaler.load_state_dict(scaler)
     return optimizer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cli import BadInput, CheckFailed
+from cli import BadInput, CheckFailed, say
 
 # Streams of random numbers: no two uses of one (seed, step, row) share their numbers.
 INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT, SHUFFLE, ROW_NOISE, NO_CAPTION, VALIDATION = range(10)
@@ -61,8 +61,11 @@ def no_gc():
         gc.enable()
 
 
-def set_up_torch(device_type, num_threads=None):
-    """Set threads and the float32 mode, quieten the libraries."""
+def set_up_torch(device_type, num_threads=None, mixed_precision="auto"):
+    """Set threads and the float32 mode, quieten the libraries.
+
+    On a GPU float32 operations use TF32, of 10 bits of precision, unless `mixed_precision` is `no`.
+    """
     import diffusers
     import torch
     import transformers
@@ -70,21 +73,30 @@ def set_up_torch(device_type, num_threads=None):
     if num_threads:
         torch.set_num_threads(num_threads)
     if device_type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = mixed_precision != "no"
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
 
-def compute_dtype(mixed_precision, device_type):
-    """Return the torch type to compute in: `auto` is bf16 on a GPU and fp32 on a CPU, where bf16 is slow."""
+def compute_dtype(mixed_precision, device_type, on_any=bool):
+    """Return the torch type to compute in: `auto` is fp32 on a CPU, bf16 on a GPU that has units for it, else fp16.
+
+    PyTorch emulates bf16 on GPUs older than Ampere (T4, V100, RTX 20xx), which is slow.
+    on_any: of workers that must take the same type, whether a flag is true on any of them.
+    """
     import torch
 
     if mixed_precision == "fp16" and device_type == "cpu":
         raise BadInput("--mixed_precision fp16 needs a GPU: take no or auto")
-    if mixed_precision == "auto":
-        mixed_precision = "no" if device_type == "cpu" else "bf16"
+    if mixed_precision == "auto" and device_type == "cpu":
+        mixed_precision = "no"
+    elif mixed_precision == "auto":
+        mixed_precision = "bf16"
+        if on_any(not torch.cuda.is_bf16_supported(including_emulation=False)):
+            mixed_precision = "fp16"
+            say(f"{torch.cuda.get_device_name()} has no bf16 units: --mixed_precision auto computes in fp16")
     return {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
 
 

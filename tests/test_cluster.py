@@ -162,6 +162,9 @@ def test_too_large_a_pool_is_bad_input(monkeypatch):
         next(cluster.map_on_actors(Doubler, {"offset": 1}, items, num_workers=(1, 1), gpus_per_worker=1))
 
 
+EMPTY_ROW = {"bytes": pickle.dumps(({}, []))}
+
+
 class Full:
     """A worker whose disk or memory is full."""
 
@@ -174,8 +177,29 @@ class Full:
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_an_actor_that_is_out_of_a_resource_says_so(kind):
-    result = cluster._Actor(Full, {"kind": kind})({"bytes": pickle.dumps({})})["bytes"]
-    assert cli.describe_error(pickle.loads(result))[0] == cli.OutOfResource.exit_code
+    result = cluster._Actor(Full, {"kind": kind})(EMPTY_ROW)["bytes"]
+    assert cli.describe_error(pickle.loads(result)[0])[0] == cli.OutOfResource.exit_code
+
+
+@pytest.mark.ray
+def test_what_an_actor_says_is_said_once_by_the_driver(ray_session, capsys):
+    """Nobody sees the stderr of an actor."""
+
+    class Talker:
+        """A worker that says something when it is made, and with each item."""
+
+        def __init__(self, num_threads):
+            cli.say("this GPU is old")
+
+        def __call__(self, item):
+            cli.say(f"item {item['number']}")
+            return item
+
+    options = {"num_workers": 2, "cpus_per_worker": 0.5}
+    results = list(cluster.map_on_actors(Talker, {}, [{"number": i % 2} for i in range(6)], **options))
+    assert len(results) == 6
+    said = [line for line in capsys.readouterr().err.splitlines() if "raylet" not in line]
+    assert sorted(said) == ["item 0", "item 1", "this GPU is old"]
 
 
 @pytest.mark.ray
@@ -203,6 +227,18 @@ def test_an_actor_that_dies_each_time_is_given_up(ray_session, tmp_path, when):
     assert len(list(tmp_path.glob("*.born"))) == 2
 
 
+@pytest.mark.ray
+def test_an_error_of_ours_in_an_actor_is_no_death_for_memory(ray_session):
+    class Faulty:
+        def __init__(self, num_threads):
+            raise KeyError("scaling_factor")
+
+    with pytest.raises(ray.exceptions.ActorDiedError) as caught:
+        list(cluster.map_on_actors(Faulty, {}, [{}], 1))
+    code, message = cli.describe_error(caught.value)
+    assert code == 1 and "scaling_factor" in message
+
+
 class Whereabouts:
     """A worker that tells in which thread it was made and is called."""
 
@@ -217,6 +253,6 @@ def test_an_actor_computes_in_one_thread_wherever_it_is_called():
     """Two threads that compute would each have a team of OpenMP's, and together be slower than one core."""
     actor = cluster._Actor(Whereabouts, {})
     with ThreadPoolExecutor(1) as other:
-        results = [actor({"bytes": pickle.dumps({})}), other.submit(actor, {"bytes": pickle.dumps({})}).result()]
-    seen = [pickle.loads(result["bytes"]) for result in results]
+        results = [actor(EMPTY_ROW), other.submit(actor, EMPTY_ROW).result()]
+    seen = [pickle.loads(result["bytes"])[0] for result in results]
     assert len({each[name] for each in seen for name in each}) == 1

@@ -31,6 +31,7 @@ from utils import (
     prior_preserving_loss,
     row_rng,
     scale_latents,
+    set_up_torch,
     step_seed,
 )
 
@@ -268,11 +269,38 @@ def test_the_posterior_is_unscaled(tiny_model):
 
 def test_auto_computes_in_bf16_on_a_gpu_and_in_fp32_on_a_cpu():
     assert compute_dtype("auto", "cpu") == compute_dtype("no", "cpu") == compute_dtype("no", "cuda") == torch.float32
-    assert compute_dtype("auto", "cuda") == compute_dtype("bf16", "cuda") == compute_dtype("bf16", "cpu")
-    assert compute_dtype("auto", "cuda") == torch.bfloat16
+    assert compute_dtype("bf16", "cuda") == compute_dtype("bf16", "cpu") == torch.bfloat16
     assert compute_dtype("fp16", "cuda") == torch.float16
     with pytest.raises(cli.BadInput, match="--mixed_precision fp16"):
         compute_dtype("fp16", "cpu")
+
+
+@pytest.mark.parametrize(("has_bf16", "others_lack_it", "dtype"), [
+    (True, False, torch.bfloat16), (False, False, torch.float16), (True, True, torch.float16),
+])  # fmt: skip
+def test_auto_is_fp16_on_gpus_without_bf16_units_and_says_so(monkeypatch, capsys, has_bf16, others_lack_it, dtype):
+    """PyTorch counts what it emulates as supported, unless it is asked not to; all workers take the same type."""
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert compute_dtype("auto", "cuda", lambda lacks: lacks or others_lack_it) == dtype
+    said = capsys.readouterr().err
+    expected = "Tesla T4 has no bf16 units: --mixed_precision auto computes in fp16\n"
+    assert said == ("" if dtype == torch.bfloat16 else expected)
+    assert compute_dtype("bf16", "cuda") == torch.bfloat16
+
+
+@pytest.mark.parametrize(("mixed_precision", "expected"), [("no", False), ("auto", True), ("bf16", True)])
+def test_tf32_is_off_where_float32_is_asked_for(mixed_precision, expected):
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    try:
+        matmul.allow_tf32 = cudnn.allow_tf32 = not expected
+        set_up_torch("cuda", mixed_precision=mixed_precision)
+        assert (matmul.allow_tf32, cudnn.allow_tf32) == (expected, expected)
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 WITH_WEIGHTS = ("text_encoder", "unet", "vae")
