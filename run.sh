@@ -4,6 +4,7 @@
 #   6 measure what was learned
 # A step that is done is left alone. Every variable below can be set from outside:
 #   INSTANCE_DIR=~/photos/rex CLASS_NAME=dog ORIG_MODEL_NAME=CompVis/stable-diffusion-v1-4 ./run.sh
+# ./run.sh settings prints what they come to, and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -12,9 +13,14 @@ INSTANCE_DIR=${INSTANCE_DIR:-assets/subject}
 CLASS_NAME=${CLASS_NAME:-cat}
 UNIQUE_TOKEN=${UNIQUE_TOKEN:-unqtkn}
 
-# The model: a name on the Hugging Face hub at a commit, or a local folder.
+# The model: a local folder, or a name on the Hugging Face hub at a commit; `main` is the commit that it was when it was
+# first fetched to ORIG_MODEL_DIR.
 ORIG_MODEL_NAME=${ORIG_MODEL_NAME:-models/emoji-64}
-ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-b95be7d6f134c3a9e62ee616f310733567f069ce}
+if [[ $ORIG_MODEL_NAME == CompVis/stable-diffusion-v1-4 ]]; then
+    ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-b95be7d6f134c3a9e62ee616f310733567f069ce}
+else
+    ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-main}
+fi
 
 # Where everything goes.
 DATA_PREFIX=${DATA_PREFIX:-data}
@@ -26,7 +32,7 @@ IMAGES_NEW_DIR=${IMAGES_NEW_DIR:-$DATA_PREFIX/images-new}
 EVALUATION_DIR=${EVALUATION_DIR:-$DATA_PREFIX/evaluation}
 
 # How: the values of the paper for Stable Diffusion; the embedded 64-pixel model is small and learns faster.
-if [[ -d $ORIG_MODEL_NAME ]]; then
+if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     PROMPT_START=${PROMPT_START:-a 3d emoji of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-50}
     NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-2}
@@ -57,6 +63,16 @@ WORKERS=(${NUM_WORKERS:+--num_workers "$NUM_WORKERS"})
 
 CLASS_PROMPT="$PROMPT_START $CLASS_NAME"
 INSTANCE_PROMPT="$PROMPT_START $UNIQUE_TOKEN $CLASS_NAME"
+
+settings() { # print every variable above, quoted for a shell
+    local name names=(INSTANCE_DIR CLASS_NAME UNIQUE_TOKEN ORIG_MODEL_NAME ORIG_MODEL_HASH DATA_PREFIX ORIG_MODEL_DIR
+        TUNED_MODEL_DIR IMAGES_OWN_DIR IMAGES_REG_DIR IMAGES_NEW_DIR EVALUATION_DIR PROMPT_START CLASS_PROMPT
+        INSTANCE_PROMPT NUM_CLASS_IMAGES NUM_EVALUATION_IMAGES NUM_INFERENCE_STEPS GUIDANCE_SCALE LR MAX_TRAIN_STEPS
+        RANDOM_FLIP CLIP_MODEL DINO_MODEL PROMPTS_FILE PRIOR_LOSS_WEIGHT NUM_WORKERS)
+    for name in "${names[@]}"; do
+        printf '%s=%q\n' "$name" "${!name}"
+    done
+}
 
 step_0() { # set-up: a virtual environment with what requirements.txt pins
     local file=${1:-requirements.txt} stamp
@@ -91,7 +107,8 @@ step_1() { # copy the subject's photos; those of another subject are in the way
 
 step_2() { # cache the model; the path of the cached snapshot is for the other steps
     ORIG_MODEL_PATH=$(.venv/bin/python cache_model.py \
-        --model_name "$ORIG_MODEL_NAME" --revision "$ORIG_MODEL_HASH" --model_dir "$ORIG_MODEL_DIR" | tail -n 1)
+        --model_name "$ORIG_MODEL_NAME" --model_dir "$ORIG_MODEL_DIR" \
+        --revision "$ORIG_MODEL_HASH" --keep_revision | tail -n 1)
 }
 
 step_3() { # images of the class, drawn by the model before it learns
@@ -176,12 +193,13 @@ run_step() {
 case ${1:-all} in
     all) for step in 0 1 2 3 4 5 6; do run_step "$step"; done ;;
     [0-6]) run_step "$1" ;;
+    settings) settings ;;
     test)
         step_0 requirements-test.txt
         .venv/bin/python -m pytest "${@:2}"
         ;;
     *)
-        echo "run.sh: $1 is not a step: ./run.sh, ./run.sh 0 to 6, or ./run.sh test" >&2
+        echo "run.sh: $1 is not a step: ./run.sh, ./run.sh 0 to 6, ./run.sh settings, or ./run.sh test" >&2
         exit 2
         ;;
 esac
