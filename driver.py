@@ -212,9 +212,9 @@ def _follow(log_path, total, done):
         progress.close()
 
 
-def steps_of(num_epochs, pairs_per_epoch, pairs_per_step):
-    """Return the optimizer steps of some epochs; the last step runs into the next epoch rather than be short."""
-    return -(-num_epochs * pairs_per_epoch // pairs_per_step)
+def steps_of(num_pairs, pairs_per_step):
+    """Return the optimizer steps that train on so many pairs, or rows; the last takes more rather than be short."""
+    return -(-num_pairs // pairs_per_step)
 
 
 def check_batch(count, per_step, flag, unit="images"):

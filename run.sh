@@ -39,7 +39,7 @@ if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
     LR=${LR:-1e-4}
-    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-600}
+    NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-600}
     RANDOM_FLIP=${RANDOM_FLIP:---no-random_flip} # this subject has one orange ear, and its tail on one side
     CLIP_MODEL=${CLIP_MODEL:-models/emoji-clip}
     DINO_MODEL=${DINO_MODEL:-none}
@@ -51,12 +51,13 @@ else
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-50}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
     LR=${LR:-5e-6}
-    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
+    NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-800} # one a step on one worker; an eighth of the steps on eight
     RANDOM_FLIP=${RANDOM_FLIP:---random_flip}
     CLIP_MODEL=${CLIP_MODEL:-openai/clip-vit-base-patch32}
     DINO_MODEL=${DINO_MODEL:-facebook/dino-vits16}
     PROMPTS_FILE=${PROMPTS_FILE:-prompts/living.txt} # for a thing rather than a pet: prompts/objects.txt
 fi
+MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-} # where it is set, the steps, whatever NUM_TRAIN_PAIRS says
 PRIOR_LOSS_WEIGHT=${PRIOR_LOSS_WEIGHT:-1}
 NUM_WORKERS=${NUM_WORKERS:-} # empty: one on each GPU, or what suits the CPU
 WORKERS=(${NUM_WORKERS:+--num_workers "$NUM_WORKERS"})
@@ -67,8 +68,8 @@ INSTANCE_PROMPT="$PROMPT_START $UNIQUE_TOKEN $CLASS_NAME"
 settings() { # print every variable above, quoted for a shell
     local name names=(INSTANCE_DIR CLASS_NAME UNIQUE_TOKEN ORIG_MODEL_NAME ORIG_MODEL_HASH DATA_PREFIX ORIG_MODEL_DIR
         TUNED_MODEL_DIR IMAGES_OWN_DIR IMAGES_REG_DIR IMAGES_NEW_DIR EVALUATION_DIR PROMPT_START CLASS_PROMPT
-        INSTANCE_PROMPT NUM_CLASS_IMAGES NUM_EVALUATION_IMAGES NUM_INFERENCE_STEPS GUIDANCE_SCALE LR MAX_TRAIN_STEPS
-        RANDOM_FLIP CLIP_MODEL DINO_MODEL PROMPTS_FILE PRIOR_LOSS_WEIGHT NUM_WORKERS)
+        INSTANCE_PROMPT NUM_CLASS_IMAGES NUM_EVALUATION_IMAGES NUM_INFERENCE_STEPS GUIDANCE_SCALE LR NUM_TRAIN_PAIRS
+        MAX_TRAIN_STEPS RANDOM_FLIP CLIP_MODEL DINO_MODEL PROMPTS_FILE PRIOR_LOSS_WEIGHT NUM_WORKERS)
     for name in "${names[@]}"; do
         printf '%s=%q\n' "$name" "${!name}"
     done
@@ -126,6 +127,10 @@ step_3() { # images of the class, drawn by the model before it learns
 
 step_4() { # fine-tune the text encoder and the UNet
     step_2
+    local length=(--max_train_pairs "$NUM_TRAIN_PAIRS")
+    if [[ $MAX_TRAIN_STEPS ]]; then
+        length=(--max_train_steps "$MAX_TRAIN_STEPS")
+    fi
     .venv/bin/python train.py \
         --model_dir "$ORIG_MODEL_PATH" \
         --output_dir "$TUNED_MODEL_DIR" \
@@ -136,11 +141,10 @@ step_4() { # fine-tune the text encoder and the UNet
         --unique_token "$UNIQUE_TOKEN" \
         --lr "$LR" \
         --prior_loss_weight "$PRIOR_LOSS_WEIGHT" \
-        --max_train_steps "$MAX_TRAIN_STEPS" \
+        "${length[@]}" \
         "$RANDOM_FLIP" \
         --validation_prompts "$INSTANCE_PROMPT" \
         --validation_prompts "$CLASS_PROMPT" \
-        --validation_steps "$(((MAX_TRAIN_STEPS + 3) / 4))" \
         --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}"
     echo "What it drew while it learned is in $TUNED_MODEL_DIR/validation/strip.png" >&2

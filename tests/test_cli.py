@@ -292,10 +292,11 @@ RUN_MODEL_FLAGS = """
 """
 TRAIN_FLAGS = """
     work_dir instance_images_dir class_images_dir skip_bad_images instance_prompt class_prompt unique_token resolution
-    random_crop random_flip max_variants train_batch_size gradient_accumulation_steps num_epochs max_train_steps lr
-    lr_scheduler lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay use_8bit_adam reduce_dtype
-    train_text_encoder gradient_checkpointing compile seed validation_prompts validation_steps num_validation_images
-    guidance_scale checkpointing_steps checkpoints_total_limit log_every max_failures
+    random_crop random_flip max_variants train_batch_size gradient_accumulation_steps num_epochs max_train_pairs
+    max_train_steps lr lr_scheduler lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay
+    use_8bit_adam reduce_dtype train_text_encoder gradient_checkpointing compile seed validation_prompts
+    validation_steps num_validation_images guidance_scale checkpointing_steps checkpoints_total_limit log_every
+    max_failures
 """
 
 
