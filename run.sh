@@ -61,15 +61,31 @@ MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-} # where it is set, the steps, whatever NUM_
 PRIOR_LOSS_WEIGHT=${PRIOR_LOSS_WEIGHT:-1}
 NUM_WORKERS=${NUM_WORKERS:-} # empty: one on each GPU, or what suits the CPU
 WORKERS=(${NUM_WORKERS:+--num_workers "$NUM_WORKERS"})
+BATCH_SIZE=${BATCH_SIZE:-10} # pictures drawn at a time
+TRAIN_FLAGS=${TRAIN_FLAGS:-} # further flags of train.py: "--use_8bit_adam --validation_prompts 'a cat on a red mat'"
+DRAW_FLAGS=${DRAW_FLAGS:-}   # further flags of run_model.py and evaluate.py: "--no_safety_checker --sampler dpm++"
 
 CLASS_PROMPT="$PROMPT_START $CLASS_NAME"
 INSTANCE_PROMPT="$PROMPT_START $UNIQUE_TOKEN $CLASS_NAME"
+
+words() { # the words of the variable $1, one a line: quoted as in a shell, which would also run what it finds in them
+    xargs -r -n 1 printf '%s\n' <<<"${!1}" 2>/dev/null
+}
+for name in TRAIN_FLAGS DRAW_FLAGS; do
+    if ! words "$name" >/dev/null; then
+        echo "run.sh: $name=${!name} has a quote without an end: close it" >&2
+        exit 2
+    fi
+done
+mapfile -t TRAIN_WORDS < <(words TRAIN_FLAGS)
+mapfile -t DRAW_WORDS < <(words DRAW_FLAGS)
 
 settings() { # print every variable above, quoted for a shell
     local name names=(INSTANCE_DIR CLASS_NAME UNIQUE_TOKEN ORIG_MODEL_NAME ORIG_MODEL_HASH DATA_PREFIX ORIG_MODEL_DIR
         TUNED_MODEL_DIR IMAGES_OWN_DIR IMAGES_REG_DIR IMAGES_NEW_DIR EVALUATION_DIR PROMPT_START CLASS_PROMPT
         INSTANCE_PROMPT NUM_CLASS_IMAGES NUM_EVALUATION_IMAGES NUM_INFERENCE_STEPS GUIDANCE_SCALE LR NUM_TRAIN_PAIRS
-        MAX_TRAIN_STEPS RANDOM_FLIP CLIP_MODEL DINO_MODEL PROMPTS_FILE PRIOR_LOSS_WEIGHT NUM_WORKERS)
+        MAX_TRAIN_STEPS RANDOM_FLIP CLIP_MODEL DINO_MODEL PROMPTS_FILE PRIOR_LOSS_WEIGHT NUM_WORKERS BATCH_SIZE
+        TRAIN_FLAGS DRAW_FLAGS)
     for name in "${names[@]}"; do
         printf '%s=%q\n' "$name" "${!name}"
     done
@@ -121,8 +137,9 @@ step_3() { # images of the class, drawn by the model before it learns
         --num_samples_per_prompt "$NUM_CLASS_IMAGES" \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
         --guidance_scale "$GUIDANCE_SCALE" \
-        --batch_size 10 \
-        "${WORKERS[@]}"
+        --batch_size "$BATCH_SIZE" \
+        "${WORKERS[@]}" \
+        "${DRAW_WORDS[@]}"
 }
 
 step_4() { # fine-tune the text encoder and the UNet
@@ -146,7 +163,8 @@ step_4() { # fine-tune the text encoder and the UNet
         --validation_prompts "$INSTANCE_PROMPT" \
         --validation_prompts "$CLASS_PROMPT" \
         --guidance_scale "$GUIDANCE_SCALE" \
-        "${WORKERS[@]}"
+        "${WORKERS[@]}" \
+        "${TRAIN_WORDS[@]}"
     echo "What it drew while it learned is in $TUNED_MODEL_DIR/validation/strip.png" >&2
 }
 
@@ -160,7 +178,9 @@ step_5() { # draw the subject
         --num_samples_per_prompt 5 \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
         --guidance_scale "$GUIDANCE_SCALE" \
-        "${WORKERS[@]}"
+        --batch_size "$BATCH_SIZE" \
+        "${WORKERS[@]}" \
+        "${DRAW_WORDS[@]}"
     echo "The pictures are in $IMAGES_NEW_DIR" >&2
 }
 
@@ -182,8 +202,9 @@ step_6() { # measure what was learned and what was forgotten, and show it on one
         --dino_model "$DINO_MODEL" \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
         --guidance_scale "$GUIDANCE_SCALE" \
-        --batch_size 10 \
-        "${WORKERS[@]}"
+        --batch_size "$BATCH_SIZE" \
+        "${WORKERS[@]}" \
+        "${DRAW_WORDS[@]}"
     echo "The report is $EVALUATION_DIR/report.html" >&2
 }
 

@@ -85,8 +85,8 @@ ERRORS = [
     (KeyboardInterrupt(), 130, "SIGINT"),
     (OSError(errno.ENOSPC, "No space left on device", "/out/x.png"), 4, "disk full while writing /out/x.png"),
     (OSError(errno.EDQUOT, "Disk quota exceeded", "/out/y.png"), 4, "disk full while writing /out/y.png"),
-    (MemoryError(), 4, "--train_batch_size"),
-    (OutOfMemoryError("CUDA out of memory"), 4, "--batch_size"),
+    (MemoryError(), 4, "out of memory"),
+    (OutOfMemoryError("CUDA out of memory"), 4, "out of memory"),
     (ValueError("bad thing"), 1, "ValueError: bad thing (--debug shows where)"),
     (OSError(errno.EACCES, "Permission denied", "/out"), 1, "--debug"),
     (AssertionError(), 1, "AssertionError"),
@@ -172,10 +172,55 @@ def test_sigterm_becomes_143(capsys):
 
 def test_errors_keep_their_code_through_pickle():
     """A worker's error comes to the driver as a pickle."""
-    for error in (cli.BadInput("x"), cli.CheckFailed("y"), cli.Stopped(signal.SIGINT)):
+    for error in (cli.BadInput("x"), cli.CheckFailed("y"), cli.OutOfMemory("z"), cli.Stopped(signal.SIGINT)):
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is type(error)
         assert (copy.exit_code, str(copy)) == (error.exit_code, str(error))
+
+
+TRAIN = "--model_dir m --output_dir o --instance_images_dir i --instance_prompt p --prior_loss_weight 0"
+PRETRAIN = "--data d --model_dir m --output_dir o"
+DRAW = "--model_dir m --output_dir o --prompts p"
+EVALUATE = "--model_dir m --base_model_dir b --output_dir o --instance_images_dir i --class_images_dir c"
+EVALUATE += " --instance_prompt p --class_prompt q"
+ENCODE = "--input i --model_dir m --output_dir o"
+REST = "with more --gradient_accumulation_steps"
+REMEDIES = [
+    ("train", TRAIN, "try --use_8bit_adam, then --gradient_checkpointing, then --no-train_text_encoder, then "
+     "a smaller --resolution"),
+    ("train", f"{TRAIN} --use_8bit_adam --train_batch_size 2", "try --gradient_checkpointing, then a smaller "
+     f"--train_batch_size {REST}, then --no-train_text_encoder, then a smaller --resolution"),
+    ("train", f"{TRAIN} --use_8bit_adam --gradient_checkpointing --no-train_text_encoder",
+     "try a smaller --resolution"),
+    ("pretrain", PRETRAIN, f"try --gradient_checkpointing, then a smaller --batch_size_per_worker {REST}, then "
+     "--strategy fsdp, then a smaller --resolution"),
+    ("pretrain", f"{PRETRAIN} --online --gradient_checkpointing --batch_size_per_worker 1 --num_workers 1",
+     "try a smaller --encoding_batch_size, then a smaller --resolution"),
+    ("run_model", DRAW, "try a smaller --batch_size, then smaller --height and --width"),
+    ("run_model", f"{DRAW} --batch_size 1", "try smaller --height and --width"),
+    ("evaluate", EVALUATE, "try a smaller --batch_size"),
+    ("evaluate", f"{EVALUATE} --batch_size 1", "take a machine or a GPU with more"),
+    ("preprocess", ENCODE, "try a smaller --encoding_batch_size"),
+    ("preprocess", f"{ENCODE} --encoding_batch_size 1", "take a machine or a GPU with more"),
+    ("cache_model", "--model_name n --model_dir m", "take a machine or a GPU with more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["here", "from an actor"])
+@pytest.mark.parametrize(("name", "flags", "remedy"), REMEDIES)
+def test_a_full_memory_names_flags_of_the_script_that_help(capsys, name, flags, remedy, sent):
+    """None of another script, and none that has its smallest value already."""
+    assert {row[0] for row in REMEDIES} == set(SCRIPTS)
+    error = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    error = pickle.loads(pickle.dumps(cli.as_tool_error(error))) if sent else RayTaskErrorLike(error)
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(raiser(error), importlib.import_module(name).parse_args(flags.split()))
+    assert exit_.value.code == 4
+    assert capsys.readouterr().err == f"script.py: out of memory: {remedy}\n"
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).parse_args(["--help"])
+    help_text = capsys.readouterr().out
+    assert all(flag in help_text for flag in remedy.replace(",", "").split() if flag.startswith("--"))
 
 
 def test_a_signal_becomes_a_file_that_workers_look_for(tmp_path, capsys):

@@ -148,6 +148,7 @@ class Full:
 def test_an_actor_that_is_out_of_a_resource_says_so(kind):
     result = cluster._Actor(Full, {"kind": kind})({"bytes": pickle.dumps({})})["bytes"]
     assert cli.describe_error(pickle.loads(result))[0] == cli.OutOfResource.exit_code
+    assert isinstance(pickle.loads(result), cli.OutOfMemory) == (kind == "memory")
 
 
 class Whereabouts:
