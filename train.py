@@ -71,15 +71,17 @@ def parse_args(argv=None):
 
 def _add_data_flags(parser):
     group = parser.add_argument_group("model")
-    group.add_argument("--model_dir", required=True, help="folder of the base model, what cache_model.py printed")
+    model = "folder of the base model, what cache_model.py printed"
+    group.add_argument("--model_dir", "--pretrained_model_name_or_path", required=True, help=model)
     group.add_argument("--output_dir", required=True, help="folder for the tuned pipeline; appears when it is whole")
     group.add_argument("--work_dir", help="folder for checkpoints, cached latents and logs; default: OUTPUT_DIR.work")
     group.add_argument("--overwrite", action="store_true", help="drop an earlier run of other settings")
 
     group = parser.add_argument_group("images and prompts")
-    group.add_argument("--instance_images_dir", required=True, help="folder of the subject's photos, about five")
+    photos = "folder of the subject's photos, about five"
+    group.add_argument("--instance_images_dir", "--instance_data_dir", required=True, help=photos)
     group.add_argument("--instance_prompt", required=True, help='what they show: "photo of unqtkn dog"')
-    group.add_argument("--class_images_dir", help="folder of images of the class, drawn by run_model.py")
+    group.add_argument("--class_images_dir", "--class_data_dir", help="folder of class images, drawn by run_model.py")
     group.add_argument("--class_prompt", help='what those show: "photo of a dog"')
     group.add_argument("--unique_token", help="identifier; default: the words that only --instance_prompt has")
     group.add_argument("--resolution", type=cli.positive_int, help="pixels a side; default: the model's own")
@@ -93,12 +95,13 @@ def _add_training_flags(parser):
     group = parser.add_argument_group("training")
     group.add_argument("--train_batch_size", type=cli.positive_int, default=1, help="pairs a worker takes at a time")
     group.add_argument("--gradient_accumulation_steps", type=cli.positive_int, default=1, help="batches a step")
-    group.add_argument("--num_epochs", type=cli.positive_int, default=4, help="passes over max(photos, class images)")
+    epochs = "passes over max(photos, class images)"
+    group.add_argument("--num_epochs", "--num_train_epochs", type=cli.positive_int, default=4, help=epochs)
     pairs = "pairs of a photo and a class image to train on; the steps follow from the batch size, the accumulation "
     pairs += "and the workers; overrides --num_epochs"
     group.add_argument("--max_train_pairs", type=cli.positive_int, help=pairs)
     group.add_argument("--max_train_steps", type=cli.positive_int, help="optimizer steps; overrides --num_epochs")
-    group.add_argument("--lr", type=cli.positive_float, default=5e-6, help="learning rate")
+    group.add_argument("--lr", "--learning_rate", type=cli.positive_float, default=5e-6, help="learning rate")
     schedules = ("constant", "constant_with_warmup", "linear", "cosine")
     group.add_argument("--lr_scheduler", choices=schedules, default="constant", help="course of the learning rate")
     group.add_argument("--lr_warmup_steps", type=cli.non_negative_int, default=0, help="steps of linear warm-up")
@@ -114,7 +117,8 @@ def _add_training_flags(parser):
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of crops, order and noise")
 
     group = parser.add_argument_group("pictures while it trains, and on the model card")
-    group.add_argument("--validation_prompts", action="append", default=[], help="what to draw meanwhile; repeatable")
+    prompts = "what to draw meanwhile; repeatable"
+    group.add_argument("--validation_prompts", "--validation_prompt", action="append", default=[], help=prompts)
     between = "steps between drawings; default: a quarter of the run"
     group.add_argument("--validation_steps", type=cli.positive_int, help=between)
     group.add_argument("--num_validation_images", type=cli.positive_int, default=4, help="pictures of each prompt")

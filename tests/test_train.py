@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, last_json, make_photos, tree
+from conftest import ROOT, last_json, make_photos, run_script, tree
 
 import checkpoint
 import cli
@@ -405,6 +405,15 @@ def no_models(monkeypatch):
 def test_bad_input(command, no_models, flags, words):
     with pytest.raises(cli.BadInput, match=words):
         command(**flags)
+
+
+def test_a_name_on_the_hub_is_sent_to_cache_model(command):
+    """Under Diffusers' name of the flag too, which takes one there."""
+    name, flag = "CompVis/stable-diffusion-v1-4", "pretrained_model_name_or_path"
+    done = run_script("train.py", *command.arguments(model_dir=None, **{flag: name}))
+    assert done.returncode == 3 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: --model_dir ") and f"{name} is not a folder" in done.stderr
+    assert "run cache_model.py first" in done.stderr
 
 
 def test_8_bit_adam_asks_for_its_package(command, no_models, monkeypatch):
