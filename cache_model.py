@@ -1,8 +1,8 @@
 """Put one revision of a Diffusers model on this disk, safetensors and configuration only, and check that it is whole.
 
 Reads a model folder, or a repository of the Hugging Face hub. Writes the hub's own cache layout under --model_dir
-(nothing for a folder); the last line of stdout is the model's folder. A model of a pinned commit that is there already
-needs no network.
+(nothing for a folder); the last line of stdout is the model's folder. A model of a pinned commit, or with
+--keep_revision of any revision, that is there already needs no network.
 
     python cache_model.py --model_name models/emoji-64 --model_dir data/model-orig
     python cache_model.py --model_name CompVis/stable-diffusion-v1-4 --model_dir data/model-orig \\
@@ -46,6 +46,8 @@ def parse_args(argv=None):
     group = parser.add_argument_group("model")
     group.add_argument("--model_name", required=True, help="a model folder, or ORGANISATION/NAME on the hub")
     group.add_argument("--revision", default="main", help="commit, branch or tag; a commit pins the model")
+    keep = "use the commit that --revision was when it was first fetched to --model_dir, without asking the hub again"
+    group.add_argument("--keep_revision", action="store_true", help=keep)
     group.add_argument("--variant", help="take these weights where a component has them, say fp16")
     group.add_argument("--model_dir", required=True, help="cache folder, in the hub's own layout")
     add_shared_flags(parser)
@@ -93,9 +95,10 @@ def known_commit(repo, revision):
     if COMMIT.fullmatch(revision):
         return revision
     try:
-        return (repo / "refs" / revision).read_text().strip()
-    except OSError:
+        commit = (repo / "refs" / revision).read_text().strip()
+    except (OSError, ValueError):
         return None
+    return commit if COMMIT.fullmatch(commit) else None
 
 
 def read_listing(repo, commit):
@@ -169,7 +172,9 @@ def plain_errors(args, endpoint):
         where = f"neither a folder here nor a model on {endpoint}"
         raise BadInput(f"{model} is {where}: check the name; for a private model {token}") from error
     except errors.RevisionNotFoundError as error:
-        raise BadInput(f"--revision {args.revision} is no commit, branch or tag of {args.model_name}") from error
+        remedy = " any more: leave --keep_revision out, for a newer one" if args.is_kept else ""
+        where = f"{args.model_name}{remedy}"
+        raise BadInput(f"--revision {args.revision} is no commit, branch or tag of {where}") from error
     except (httpx2.TransportError, OSError, RuntimeError, ValueError) as error:
         cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
         status = cause.response.status_code if isinstance(cause, errors.HfHubHTTPError) else 0
@@ -247,6 +252,9 @@ def find_without_network(args, repo, commit, no_network):
 def find_or_fetch(args, repo):
     """Return the folder of the revision in the cache folder `repo`, fetched where it is not whole."""
     commit = known_commit(repo, args.revision)
+    args.is_kept = args.keep_revision and commit not in (None, args.revision)
+    if args.is_kept:
+        args.revision = commit  # from here on it is a pinned one, also where a damaged file is fetched again
     whole = is_whole(repo, commit, args.variant)
     if whole and commit == args.revision:
         return repo / "snapshots" / commit
@@ -257,7 +265,8 @@ def find_or_fetch(args, repo):
     except TryAgain as no_network:
         return find_without_network(args, repo, commit, no_network)
     if commit != args.revision:
-        say(f"{args.revision} is commit {commit}; --revision {commit} pins it")
+        pins = "--keep_revision keeps it" if args.keep_revision else f"--revision {commit} pins it"
+        say(f"{args.revision} is commit {commit}; {pins}")
     if not is_whole(repo, commit, args.variant):
         with lock(repo / ".lock"):
             download(args, repo / "snapshots" / commit, listing)

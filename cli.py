@@ -35,8 +35,12 @@ class OutOfResource(ToolError):
     exit_code = 4
 
 
-class WorkerDied(OutOfResource):
-    """A process of Ray's ended by itself, not by an exception."""
+class OutOfMemory(OutOfResource):
+    """The memory of a GPU or of a host is full; `run` adds which flags of the script need less."""
+
+
+class WorkerDied(OutOfMemory):
+    """A process of Ray's ended by itself, not by an exception: as a rule the system ended it for its memory."""
 
 
 class CheckFailed(ToolError):
@@ -78,7 +82,7 @@ def run(main, args):
             raise
         if args.debug:
             traceback.print_exc()
-        code, message = describe_error(error)
+        code, message = describe_error(error, args)
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.exit(code)
@@ -115,13 +119,17 @@ def stop_file(path):
             os.unlink(path)
 
 
-def describe_error(error):
-    """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own."""
+def describe_error(error, args=None):
+    """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own.
+
+    args: of the script, whose flags are a remedy where the memory is full.
+    """
     *_, last = [error, *(each for each in causes(error) if str(each).strip())]
     known = list(filter(None, map(as_tool_error, causes(error))))
     if known:  # a worker that ended by itself says less than the error of one beside it
         known = min(known, key=lambda each: isinstance(each, WorkerDied))
-        return known.exit_code, one_line(str(known))
+        remedy = f": {_less_memory(vars(args))}" if args and isinstance(known, OutOfMemory) else ""
+        return known.exit_code, one_line(f"{known}{remedy}")
     lines = str(last).strip().splitlines() or [""]
     return ToolError.exit_code, one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows where)")
 
@@ -138,11 +146,34 @@ def as_tool_error(error):
         where = getattr(error, "filename", None) or "a file"
         return OutOfResource(f"disk full while writing {where}: make room, then run again")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        remedy = "try a smaller --train_batch_size, --batch_size or --resolution, or --gradient_checkpointing"
-        return OutOfResource(f"out of memory: {remedy}")
+        return OutOfMemory("out of memory")
     if type(error).__name__ in WORKER_DIED and not getattr(error, "actor_init_failed", False):
         return WorkerDied("a worker process died; usually the system ended it because memory ran out")
     return None
+
+
+def _less_memory(flags):
+    """Return what to do where the memory is full: flags of a script, {name: value}, in the order to try them.
+
+    A flag that has its smallest value already is not named.
+    """
+    value, rest = flags.get, "with more --gradient_accumulation_steps"
+    ways = {
+        "--use_8bit_adam": value("use_8bit_adam") is False,
+        "--gradient_checkpointing": value("gradient_checkpointing") is False,
+        f"a smaller --train_batch_size {rest}": value("train_batch_size", 1) > 1,
+        f"a smaller --batch_size_per_worker {rest}": value("batch_size_per_worker", 1) > 1,
+        "--no-train_text_encoder": value("train_text_encoder") is True,
+        "--strategy fsdp": value("strategy") == "ddp" and value("num_workers") not in (0, 1),
+        "a smaller --encoding_batch_size": value("online", True) and value("encoding_batch_size", 1) > 1,
+        "a smaller --batch_size": value("batch_size", 1) > 1,
+        "a smaller --resolution": "resolution" in flags,
+        # Not of evaluate.py, which compares with pictures of the class that are as large as the model draws.
+        "smaller --height and --width": "height" in flags and "base_model_dir" not in flags,
+        "fewer --num_workers": value("num_workers") not in (None, 0, 1),
+    }
+    named = [way for way, helps in ways.items() if helps]
+    return f"try {', then '.join(named)}" if named else "take a machine or a GPU with more"
 
 
 def causes(error):

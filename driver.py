@@ -128,9 +128,8 @@ def run_workers(
         if config.get("pool", {}).get("num_workers"):
             cpus /= 2  # the other half is for those who read their data
         (work_dir / SAID).unlink(missing_ok=True)
-        fit = _make_fit(
-            partial(tell_driver, train_loop), work_dir / "ray", config["num_workers"], cpus, gpus, is_local(address)
-        )
+        on_ray = partial(tell_driver, train_loop)
+        fit = _make_fit(on_ray, work_dir / "ray", config["num_workers"], cpus, gpus, is_local(address))
     done = threading.Event()
     with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(2) as pool:
         follower = pool.submit(_follow, work_dir, config["max_train_steps"], done)
@@ -205,9 +204,8 @@ def _make_trainer_class(is_alone):
     needless = ("DatasetsCallback", "PlacementGroupCleanerCallback")[: 1 + is_alone]
 
     class Trainer(TorchTrainer):
-        def _create_default_callbacks(
-            self, *arguments, **options
-        ):  # Ray's own: were it gone, they would be there again
+        # Ray's own: were it gone, those actors would be there again.
+        def _create_default_callbacks(self, *arguments, **options):
             callbacks = super()._create_default_callbacks(*arguments, **options)
             return [each for each in callbacks if type(each).__name__ not in needless]
 
@@ -236,9 +234,9 @@ def _follow(work_dir, total, done):
         progress.close()
 
 
-def steps_of(num_epochs, pairs_per_epoch, pairs_per_step):
-    """Return the optimizer steps of some epochs; the last step runs into the next epoch rather than be short."""
-    return -(-num_epochs * pairs_per_epoch // pairs_per_step)
+def steps_of(num_pairs, pairs_per_step):
+    """Return the optimizer steps that train on so many pairs, or rows; the last takes more rather than be short."""
+    return -(-num_pairs // pairs_per_step)
 
 
 def check_batch(count, per_step, flag, unit="images"):

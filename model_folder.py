@@ -116,7 +116,8 @@ def check_pipeline(model_dir, flag="--model_dir"):
     """
     folder = Path(model_dir)
     if not folder.is_dir():
-        raise BadInput(f"{flag} {folder} is not a folder: give what cache_model.py printed")
+        remedy = "for a model of the hub run cache_model.py first, and give the folder that it prints"
+        raise BadInput(f"{flag} {folder} is not a folder: {remedy}")
     try:
         index = read_index(folder)
     except FileNotFoundError:

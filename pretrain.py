@@ -301,7 +301,7 @@ def plan_steps(args, settings, data, num_workers):
     if rows <= 0:
         raise BadInput(f"--num_validation_rows {args.num_validation_rows} leaves nothing of {total} rows")
     driver.check_batch(rows, per_step, f"--data {args.data}", "rows")
-    steps = args.max_steps or driver.steps_of(args.max_epochs, rows, per_step)
+    steps = args.max_steps or driver.steps_of(args.max_epochs * rows, per_step)
     if not args.lr_scheduler.startswith("constant"):
         settings["max_train_steps"] = steps  # the learning rate falls towards the end
     return steps

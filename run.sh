@@ -4,6 +4,7 @@
 #   6 measure what was learned
 # A step that is done is left alone. Every variable below can be set from outside:
 #   INSTANCE_DIR=~/photos/rex CLASS_NAME=dog ORIG_MODEL_NAME=CompVis/stable-diffusion-v1-4 ./run.sh
+# ./run.sh settings prints what they come to, and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -12,9 +13,14 @@ INSTANCE_DIR=${INSTANCE_DIR:-assets/subject}
 CLASS_NAME=${CLASS_NAME:-cat}
 UNIQUE_TOKEN=${UNIQUE_TOKEN:-unqtkn}
 
-# The model: a name on the Hugging Face hub at a commit, or a local folder.
+# The model: a local folder, or a name on the Hugging Face hub at a commit; `main` is the commit that it was when it was
+# first fetched to ORIG_MODEL_DIR.
 ORIG_MODEL_NAME=${ORIG_MODEL_NAME:-models/emoji-64}
-ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-b95be7d6f134c3a9e62ee616f310733567f069ce}
+if [[ $ORIG_MODEL_NAME == CompVis/stable-diffusion-v1-4 ]]; then
+    ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-b95be7d6f134c3a9e62ee616f310733567f069ce}
+else
+    ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-main}
+fi
 
 # Where everything goes.
 DATA_PREFIX=${DATA_PREFIX:-data}
@@ -26,14 +32,14 @@ IMAGES_NEW_DIR=${IMAGES_NEW_DIR:-$DATA_PREFIX/images-new}
 EVALUATION_DIR=${EVALUATION_DIR:-$DATA_PREFIX/evaluation}
 
 # How: the values of the paper for Stable Diffusion; the embedded 64-pixel model is small and learns faster.
-if [[ -d $ORIG_MODEL_NAME ]]; then
+if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     PROMPT_START=${PROMPT_START:-a 3d emoji of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-50}
     NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-2}
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
     LR=${LR:-1e-4}
-    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-600}
+    NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-600}
     RANDOM_FLIP=${RANDOM_FLIP:---no-random_flip} # this subject has one orange ear, and its tail on one side
     CLIP_MODEL=${CLIP_MODEL:-models/emoji-clip}
     DINO_MODEL=${DINO_MODEL:-none}
@@ -45,18 +51,45 @@ else
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-50}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
     LR=${LR:-5e-6}
-    MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-800}
+    NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-800} # one a step on one worker; an eighth of the steps on eight
     RANDOM_FLIP=${RANDOM_FLIP:---random_flip}
     CLIP_MODEL=${CLIP_MODEL:-openai/clip-vit-base-patch32}
     DINO_MODEL=${DINO_MODEL:-facebook/dino-vits16}
     PROMPTS_FILE=${PROMPTS_FILE:-prompts/living.txt} # for a thing rather than a pet: prompts/objects.txt
 fi
+MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-} # where it is set, the steps, whatever NUM_TRAIN_PAIRS says
 PRIOR_LOSS_WEIGHT=${PRIOR_LOSS_WEIGHT:-1}
 NUM_WORKERS=${NUM_WORKERS:-} # empty: one on each GPU, or what suits the CPU
 WORKERS=(${NUM_WORKERS:+--num_workers "$NUM_WORKERS"})
+BATCH_SIZE=${BATCH_SIZE:-10} # pictures drawn at a time
+TRAIN_FLAGS=${TRAIN_FLAGS:-} # further flags of train.py: "--use_8bit_adam --validation_prompts 'a cat on a red mat'"
+DRAW_FLAGS=${DRAW_FLAGS:-}   # further flags of run_model.py and evaluate.py: "--no_safety_checker --sampler dpm++"
 
 CLASS_PROMPT="$PROMPT_START $CLASS_NAME"
 INSTANCE_PROMPT="$PROMPT_START $UNIQUE_TOKEN $CLASS_NAME"
+
+words() { # the words of the variable $1, one a line: quoted as in a shell, which would also run what it finds in them
+    xargs -r -n 1 printf '%s\n' <<<"${!1}" 2>/dev/null
+}
+for name in TRAIN_FLAGS DRAW_FLAGS; do
+    if ! words "$name" >/dev/null; then
+        echo "run.sh: $name=${!name} has a quote without an end: close it" >&2
+        exit 2
+    fi
+done
+mapfile -t TRAIN_WORDS < <(words TRAIN_FLAGS)
+mapfile -t DRAW_WORDS < <(words DRAW_FLAGS)
+
+settings() { # print every variable above, quoted for a shell
+    local name names=(INSTANCE_DIR CLASS_NAME UNIQUE_TOKEN ORIG_MODEL_NAME ORIG_MODEL_HASH DATA_PREFIX ORIG_MODEL_DIR
+        TUNED_MODEL_DIR IMAGES_OWN_DIR IMAGES_REG_DIR IMAGES_NEW_DIR EVALUATION_DIR PROMPT_START CLASS_PROMPT
+        INSTANCE_PROMPT NUM_CLASS_IMAGES NUM_EVALUATION_IMAGES NUM_INFERENCE_STEPS GUIDANCE_SCALE LR NUM_TRAIN_PAIRS
+        MAX_TRAIN_STEPS RANDOM_FLIP CLIP_MODEL DINO_MODEL PROMPTS_FILE PRIOR_LOSS_WEIGHT NUM_WORKERS BATCH_SIZE
+        TRAIN_FLAGS DRAW_FLAGS)
+    for name in "${names[@]}"; do
+        printf '%s=%q\n' "$name" "${!name}"
+    done
+}
 
 step_0() { # set-up: a virtual environment with what requirements.txt pins
     local file=${1:-requirements.txt} stamp
@@ -91,7 +124,8 @@ step_1() { # copy the subject's photos; those of another subject are in the way
 
 step_2() { # cache the model; the path of the cached snapshot is for the other steps
     ORIG_MODEL_PATH=$(.venv/bin/python cache_model.py \
-        --model_name "$ORIG_MODEL_NAME" --revision "$ORIG_MODEL_HASH" --model_dir "$ORIG_MODEL_DIR" | tail -n 1)
+        --model_name "$ORIG_MODEL_NAME" --model_dir "$ORIG_MODEL_DIR" \
+        --revision "$ORIG_MODEL_HASH" --keep_revision | tail -n 1)
 }
 
 step_3() { # images of the class, drawn by the model before it learns
@@ -103,12 +137,17 @@ step_3() { # images of the class, drawn by the model before it learns
         --num_samples_per_prompt "$NUM_CLASS_IMAGES" \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
         --guidance_scale "$GUIDANCE_SCALE" \
-        --batch_size 10 \
-        "${WORKERS[@]}"
+        --batch_size "$BATCH_SIZE" \
+        "${WORKERS[@]}" \
+        "${DRAW_WORDS[@]}"
 }
 
 step_4() { # fine-tune the text encoder and the UNet
     step_2
+    local length=(--max_train_pairs "$NUM_TRAIN_PAIRS")
+    if [[ $MAX_TRAIN_STEPS ]]; then
+        length=(--max_train_steps "$MAX_TRAIN_STEPS")
+    fi
     .venv/bin/python train.py \
         --model_dir "$ORIG_MODEL_PATH" \
         --output_dir "$TUNED_MODEL_DIR" \
@@ -119,13 +158,13 @@ step_4() { # fine-tune the text encoder and the UNet
         --unique_token "$UNIQUE_TOKEN" \
         --lr "$LR" \
         --prior_loss_weight "$PRIOR_LOSS_WEIGHT" \
-        --max_train_steps "$MAX_TRAIN_STEPS" \
+        "${length[@]}" \
         "$RANDOM_FLIP" \
         --validation_prompts "$INSTANCE_PROMPT" \
         --validation_prompts "$CLASS_PROMPT" \
-        --validation_steps "$(((MAX_TRAIN_STEPS + 3) / 4))" \
         --guidance_scale "$GUIDANCE_SCALE" \
-        "${WORKERS[@]}"
+        "${WORKERS[@]}" \
+        "${TRAIN_WORDS[@]}"
     echo "What it drew while it learned is in $TUNED_MODEL_DIR/validation/strip.png" >&2
 }
 
@@ -139,7 +178,9 @@ step_5() { # draw the subject
         --num_samples_per_prompt 5 \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
         --guidance_scale "$GUIDANCE_SCALE" \
-        "${WORKERS[@]}"
+        --batch_size "$BATCH_SIZE" \
+        "${WORKERS[@]}" \
+        "${DRAW_WORDS[@]}"
     echo "The pictures are in $IMAGES_NEW_DIR" >&2
 }
 
@@ -161,8 +202,9 @@ step_6() { # measure what was learned and what was forgotten, and show it on one
         --dino_model "$DINO_MODEL" \
         --num_inference_steps "$NUM_INFERENCE_STEPS" \
         --guidance_scale "$GUIDANCE_SCALE" \
-        --batch_size 10 \
-        "${WORKERS[@]}"
+        --batch_size "$BATCH_SIZE" \
+        "${WORKERS[@]}" \
+        "${DRAW_WORDS[@]}"
     echo "The report is $EVALUATION_DIR/report.html" >&2
 }
 
@@ -176,12 +218,13 @@ run_step() {
 case ${1:-all} in
     all) for step in 0 1 2 3 4 5 6; do run_step "$step"; done ;;
     [0-6]) run_step "$1" ;;
+    settings) settings ;;
     test)
         step_0 requirements-test.txt
         .venv/bin/python -m pytest "${@:2}"
         ;;
     *)
-        echo "run.sh: $1 is not a step: ./run.sh, ./run.sh 0 to 6, or ./run.sh test" >&2
+        echo "run.sh: $1 is not a step: ./run.sh, ./run.sh 0 to 6, ./run.sh settings, or ./run.sh test" >&2
         exit 2
         ;;
 esac

@@ -46,7 +46,8 @@ def parse_args(argv=None):
     add_sampler_flags(parser.add_argument_group("sampler"))
 
     group = add_shared_flags(parser)
-    group.add_argument("--batch_size", type=positive_int, default=4, help="images an actor draws at a time")
+    images = "images an actor draws at a time"
+    group.add_argument("--batch_size", "--sample_batch_size", type=positive_int, default=4, help=images)
     group.add_argument(
         "--num_workers",
         type=pool_size,

@@ -63,20 +63,24 @@ def parse_args(argv=None):
         parser.error("--class_images_dir and --class_prompt are needed, or --prior_loss_weight 0")
     if args.lr_warmup_steps and args.lr_scheduler == "constant":
         parser.error("--lr_warmup_steps does nothing with --lr_scheduler constant: take constant_with_warmup")
+    if args.max_train_pairs and args.max_train_steps:
+        parser.error("--max_train_pairs and --max_train_steps both set how long the run is: leave one out")
     return args
 
 
 def _add_data_flags(parser):
     group = parser.add_argument_group("model")
-    group.add_argument("--model_dir", required=True, help="folder of the base model, what cache_model.py printed")
+    model = "folder of the base model, what cache_model.py printed"
+    group.add_argument("--model_dir", "--pretrained_model_name_or_path", required=True, help=model)
     group.add_argument("--output_dir", required=True, help="folder for the tuned pipeline; appears when it is whole")
     group.add_argument("--work_dir", help="folder for checkpoints, cached latents and logs; default: OUTPUT_DIR.work")
     group.add_argument("--overwrite", action="store_true", help="drop an earlier run of other settings")
 
     group = parser.add_argument_group("images and prompts")
-    group.add_argument("--instance_images_dir", required=True, help="folder of the subject's photos, about five")
+    photos = "folder of the subject's photos, about five"
+    group.add_argument("--instance_images_dir", "--instance_data_dir", required=True, help=photos)
     group.add_argument("--instance_prompt", required=True, help='what they show: "photo of unqtkn dog"')
-    group.add_argument("--class_images_dir", help="folder of images of the class, drawn by run_model.py")
+    group.add_argument("--class_images_dir", "--class_data_dir", help="folder of class images, drawn by run_model.py")
     group.add_argument("--class_prompt", help='what those show: "photo of a dog"')
     group.add_argument("--unique_token", help="identifier; default: the words that only --instance_prompt has")
     group.add_argument("--resolution", type=cli.positive_int, help="pixels a side; default: the model's own")
@@ -90,9 +94,13 @@ def _add_training_flags(parser):
     group = parser.add_argument_group("training")
     group.add_argument("--train_batch_size", type=cli.positive_int, default=1, help="pairs a worker takes at a time")
     group.add_argument("--gradient_accumulation_steps", type=cli.positive_int, default=1, help="batches a step")
-    group.add_argument("--num_epochs", type=cli.positive_int, default=4, help="passes over max(photos, class images)")
+    epochs = "passes over max(photos, class images)"
+    group.add_argument("--num_epochs", "--num_train_epochs", type=cli.positive_int, default=4, help=epochs)
+    pairs = "pairs of a photo and a class image to train on; the steps follow from the batch size, the accumulation "
+    pairs += "and the workers; overrides --num_epochs"
+    group.add_argument("--max_train_pairs", type=cli.positive_int, help=pairs)
     group.add_argument("--max_train_steps", type=cli.positive_int, help="optimizer steps; overrides --num_epochs")
-    group.add_argument("--lr", type=cli.positive_float, default=5e-6, help="learning rate")
+    group.add_argument("--lr", "--learning_rate", type=cli.positive_float, default=5e-6, help="learning rate")
     schedules = ("constant", "constant_with_warmup", "linear", "cosine")
     group.add_argument("--lr_scheduler", choices=schedules, default="constant", help="course of the learning rate")
     group.add_argument("--lr_warmup_steps", type=cli.non_negative_int, default=0, help="steps of linear warm-up")
@@ -108,8 +116,10 @@ def _add_training_flags(parser):
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of crops, order and noise")
 
     group = parser.add_argument_group("pictures while it trains, and on the model card")
-    group.add_argument("--validation_prompts", action="append", default=[], help="what to draw meanwhile; repeatable")
-    group.add_argument("--validation_steps", type=cli.positive_int, default=100, help="steps between drawings")
+    prompts = "what to draw meanwhile; repeatable"
+    group.add_argument("--validation_prompts", "--validation_prompt", action="append", default=[], help=prompts)
+    between = "steps between drawings; default: a quarter of the run"
+    group.add_argument("--validation_steps", type=cli.positive_int, help=between)
     group.add_argument("--num_validation_images", type=cli.positive_int, default=4, help="pictures of each prompt")
     group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help="of all these pictures")
 
@@ -279,11 +289,8 @@ def plan_steps(args, settings, num_workers):
     """Add the pairs of a step to `settings`, whatever workers share them, and return the steps to train for."""
     settings["pairs_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * max(1, num_workers)
     folders = [folder for folder in (args.instance_images_dir, args.class_images_dir) if folder]
-    num_images = [len(find_images(folder, "")[0]) for folder in folders]
-    if args.class_images_dir:
-        flag = f"--class_images_dir {args.class_images_dir}"
-        driver.check_batch(num_images[1], settings["pairs_per_step"], flag)
-    steps = args.max_train_steps or driver.steps_of(args.num_epochs, max(num_images), settings["pairs_per_step"])
+    num_pairs = args.max_train_pairs or args.num_epochs * max(len(find_images(folder, "")[0]) for folder in folders)
+    steps = args.max_train_steps or driver.steps_of(num_pairs, settings["pairs_per_step"])
     if not args.lr_scheduler.startswith("constant"):
         settings["max_train_steps"] = steps  # the learning rate falls towards the end
     return steps
@@ -314,6 +321,9 @@ def train(args, settings, steps, num_workers):
     images, skipped = pick_images(args)
     pairs = Pairs(len(images[0]), len(images[1]), args.max_variants, args.seed)
     check_needs(args, pairs)
+    if 0 < len(images[1]) < settings["pairs_per_step"]:
+        holds = f"--class_images_dir holds {len(images[1])} images, a step takes {settings['pairs_per_step']} pairs"
+        cli.say(f"warning: {holds}: an image is used several times a step")
     if num_workers:
         start_ray(args.address, args.insecure_cluster, driver.TRAINER)
     posteriors_dir = str(Path(args.work_dir) / "posteriors")
@@ -325,6 +335,7 @@ def train(args, settings, steps, num_workers):
         "settings": settings,
         "pairs_per_step": settings["pairs_per_step"],
         "max_train_steps": steps,
+        "validation_steps": args.validation_steps or -(-steps // 4),  # a quarter
         "num_workers": num_workers,
         "posteriors_dir": posteriors_dir,
         "pairs": asdict(pairs),

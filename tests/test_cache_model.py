@@ -327,6 +327,45 @@ def test_a_moved_branch_is_recorded_when_its_new_commit_is_whole(hub, cache, fet
     assert snapshot_files(new) == snapshot_files(old) == WANTED
 
 
+def test_a_kept_revision_stays_where_its_branch_moves(hub, cache, fetch):
+    """Without the flag the branch is followed, and the commit that it then is is the one that is kept."""
+    old, stderr = fetch("--keep_revision")
+    assert old.name == FIRST and stderr == f"main is commit {FIRST}; --keep_revision keeps it\n"
+    hub.commits[SECOND], hub.refs["main"] = make_files(1), SECOND
+    hub.requests.clear()
+    before = tree(cache)
+    assert fetch("--keep_revision") == (old, "")
+    assert not hub.requests and tree(cache) == before
+    new, _ = fetch()
+    assert new.name == SECOND
+    hub.stop()
+    assert fetch("--keep_revision") == (new, "")
+
+
+def test_a_kept_revision_that_is_damaged_is_fetched_again_at_its_commit(hub, cache, fetch):
+    folder, _ = fetch("--keep_revision")
+    hub.commits[SECOND], hub.refs["main"] = make_files(1), SECOND
+    (folder / UNET).write_bytes(hub.commits[FIRST][UNET][:-1])
+    (folder / "tokenizer/vocab.json").unlink()
+    hub.requests.clear()
+    again, stderr = fetch("--keep_revision")
+    assert again == folder and stderr == f"{folder / UNET} is damaged: fetching it again\n"
+    assert all(FIRST in path for _, path in hub.requests)
+    assert (folder / UNET).read_bytes() == hub.commits[FIRST][UNET] and snapshot_files(folder) == WANTED
+    assert (repo_of(cache) / "refs" / "main").read_text() == FIRST
+    (folder / UNET).unlink()
+    hub.commits.pop(FIRST)
+    code, message = fault(fetch, "--keep_revision")
+    assert code == 3 and f"--revision {FIRST} is no commit" in message and "leave --keep_revision out" in message
+
+
+def test_a_recorded_commit_that_is_none_is_asked_for_again(hub, cache, fetch):
+    (repo_of(cache) / "refs").mkdir(parents=True)
+    (repo_of(cache) / "refs" / "main").write_text("../../elsewhere\n")
+    assert fetch("--keep_revision")[0].name == FIRST
+    assert (repo_of(cache) / "refs" / "main").read_text() == FIRST
+
+
 def test_a_broken_download_goes_on_where_it_was(hub, fetch):
     hub.broken = {UNET, "tokenizer/vocab.json"}
     code, message = fault(fetch)

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import signal
 import sys
 from types import SimpleNamespace
@@ -85,8 +86,8 @@ ERRORS = [
     (KeyboardInterrupt(), 130, "SIGINT"),
     (OSError(errno.ENOSPC, "No space left on device", "/out/x.png"), 4, "disk full while writing /out/x.png"),
     (OSError(errno.EDQUOT, "Disk quota exceeded", "/out/y.png"), 4, "disk full while writing /out/y.png"),
-    (MemoryError(), 4, "--train_batch_size"),
-    (OutOfMemoryError("CUDA out of memory"), 4, "--batch_size"),
+    (MemoryError(), 4, "out of memory"),
+    (OutOfMemoryError("CUDA out of memory"), 4, "out of memory"),
     (ValueError("bad thing"), 1, "ValueError: bad thing (--debug shows where)"),
     (OSError(errno.EACCES, "Permission denied", "/out"), 1, "--debug"),
     (AssertionError(), 1, "AssertionError"),
@@ -172,10 +173,55 @@ def test_sigterm_becomes_143(capsys):
 
 def test_errors_keep_their_code_through_pickle():
     """A worker's error comes to the driver as a pickle."""
-    for error in (cli.BadInput("x"), cli.CheckFailed("y"), cli.Stopped(signal.SIGINT)):
+    for error in (cli.BadInput("x"), cli.CheckFailed("y"), cli.OutOfMemory("z"), cli.Stopped(signal.SIGINT)):
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is type(error)
         assert (copy.exit_code, str(copy)) == (error.exit_code, str(error))
+
+
+TRAIN = "--model_dir m --output_dir o --instance_images_dir i --instance_prompt p --prior_loss_weight 0"
+PRETRAIN = "--data d --model_dir m --output_dir o"
+DRAW = "--model_dir m --output_dir o --prompts p"
+EVALUATE = "--model_dir m --base_model_dir b --output_dir o --instance_images_dir i --class_images_dir c"
+EVALUATE += " --instance_prompt p --class_prompt q"
+ENCODE = "--input i --model_dir m --output_dir o"
+REST = "with more --gradient_accumulation_steps"
+REMEDIES = [
+    ("train", TRAIN, "try --use_8bit_adam, then --gradient_checkpointing, then --no-train_text_encoder, then "
+     "a smaller --resolution"),
+    ("train", f"{TRAIN} --use_8bit_adam --train_batch_size 2", "try --gradient_checkpointing, then a smaller "
+     f"--train_batch_size {REST}, then --no-train_text_encoder, then a smaller --resolution"),
+    ("train", f"{TRAIN} --use_8bit_adam --gradient_checkpointing --no-train_text_encoder",
+     "try a smaller --resolution"),
+    ("pretrain", PRETRAIN, f"try --gradient_checkpointing, then a smaller --batch_size_per_worker {REST}, then "
+     "--strategy fsdp, then a smaller --resolution"),
+    ("pretrain", f"{PRETRAIN} --online --gradient_checkpointing --batch_size_per_worker 1 --num_workers 1",
+     "try a smaller --encoding_batch_size, then a smaller --resolution"),
+    ("run_model", DRAW, "try a smaller --batch_size, then smaller --height and --width"),
+    ("run_model", f"{DRAW} --batch_size 1", "try smaller --height and --width"),
+    ("evaluate", EVALUATE, "try a smaller --batch_size"),
+    ("evaluate", f"{EVALUATE} --batch_size 1", "take a machine or a GPU with more"),
+    ("preprocess", ENCODE, "try a smaller --encoding_batch_size"),
+    ("preprocess", f"{ENCODE} --encoding_batch_size 1", "take a machine or a GPU with more"),
+    ("cache_model", "--model_name n --model_dir m", "take a machine or a GPU with more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sent", [False, True], ids=["here", "from an actor"])
+@pytest.mark.parametrize(("name", "flags", "remedy"), REMEDIES)
+def test_a_full_memory_names_flags_of_the_script_that_help(capsys, name, flags, remedy, sent):
+    """None of another script, and none that has its smallest value already."""
+    assert {row[0] for row in REMEDIES} == set(SCRIPTS)
+    error = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    error = pickle.loads(pickle.dumps(cli.as_tool_error(error))) if sent else RayTaskErrorLike(error)
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(raiser(error), importlib.import_module(name).parse_args(flags.split()))
+    assert exit_.value.code == 4
+    assert capsys.readouterr().err == f"script.py: out of memory: {remedy}\n"
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).parse_args(["--help"])
+    help_text = capsys.readouterr().out
+    assert all(flag in help_text for flag in remedy.replace(",", "").split() if flag.startswith("--"))
 
 
 def test_a_signal_becomes_a_file_that_workers_look_for(tmp_path, capsys):
@@ -292,10 +338,10 @@ RUN_MODEL_FLAGS = """
 """
 TRAIN_FLAGS = """
     work_dir instance_images_dir class_images_dir skip_bad_images instance_prompt class_prompt unique_token resolution
-    random_crop random_flip max_variants train_batch_size gradient_accumulation_steps num_epochs max_train_steps lr
-    lr_scheduler lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay use_8bit_adam reduce_dtype
-    train_text_encoder gradient_checkpointing compile seed validation_prompts validation_steps num_validation_images
-    guidance_scale checkpointing_steps checkpoints_total_limit log_every
+    random_crop random_flip max_variants train_batch_size gradient_accumulation_steps num_epochs max_train_pairs
+    max_train_steps lr lr_scheduler lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay
+    use_8bit_adam reduce_dtype train_text_encoder gradient_checkpointing compile seed validation_prompts
+    validation_steps num_validation_images guidance_scale checkpointing_steps checkpoints_total_limit log_every
 """
 
 
@@ -304,6 +350,19 @@ EVALUATE_FLAGS = """
     unique_token class_name prompts_file num_samples_per_prompt num_class_images seed sampler num_inference_steps
     guidance_scale negative_prompt height width clip_model dino_model memorised_above fail_under batch_size
 """
+
+
+THEIR_NAMES = {  # of Diffusers' train_dreambooth.py, for flags of ours
+    "train": {
+        "pretrained_model_name_or_path": "model_dir",
+        "instance_data_dir": "instance_images_dir",
+        "class_data_dir": "class_images_dir",
+        "num_train_epochs": "num_epochs",
+        "learning_rate": "lr",
+        "validation_prompt": "validation_prompts",
+    },
+    "run_model": {"sample_batch_size": "batch_size"},
+}
 
 
 @pytest.mark.parametrize(
@@ -325,6 +384,74 @@ def test_the_flags_are_frozen(monkeypatch, name, flags):
         importlib.import_module(name).parse_args([])
     found = {action.dest for action in parsers[0]._actions} - {"help"}
     assert found == set(f"{flags} {SHARED_FLAGS}".split())
+    options = {option for action in parsers[0]._actions for option in action.option_strings}
+    others = {option for option in options if not option.startswith(("-h", "--no-"))} - {f"--{name}" for name in found}
+    assert others == {f"--{theirs}" for theirs in THEIR_NAMES.get(name, ())} | {"--help"}
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [
+        (
+            "train",
+            "--pretrained_model_name_or_path m --output_dir o --instance_data_dir i --instance_prompt p "
+            "--class_data_dir c --class_prompt q --learning_rate 1e-5 --num_train_epochs 2 --validation_prompt v",
+            "--model_dir m --output_dir o --instance_images_dir i --instance_prompt p "
+            "--class_images_dir c --class_prompt q --lr 1e-5 --num_epochs 2 --validation_prompts v",
+        ),
+        ("run_model", f"{DRAW} --sample_batch_size 2", f"{DRAW} --batch_size 2"),
+    ],
+)
+def test_diffusers_names_are_those_of_our_flags(capsys, name, theirs, ours):
+    parse = importlib.import_module(name).parse_args
+    assert parse(theirs.split()) == parse(ours.split()) != parse([*ours.split(), "--seed", "7"])
+    with pytest.raises(SystemExit):
+        parse([])
+    assert "--output_dir" in capsys.readouterr().err
+
+
+# The flags of examples/dreambooth/train_dreambooth.py at 58eb52c08 of huggingface/diffusers, and their defaults.
+DIFFUSERS = {
+    "pretrained_model_name_or_path": None, "revision": None, "variant": None, "tokenizer_name": None,
+    "instance_data_dir": None, "class_data_dir": None, "instance_prompt": None, "class_prompt": None,
+    "with_prior_preservation": False, "prior_loss_weight": 1.0, "num_class_images": 100,
+    "output_dir": "dreambooth-model", "seed": None, "resolution": 512, "center_crop": False,
+    "train_text_encoder": False, "train_batch_size": 4, "sample_batch_size": 4, "num_train_epochs": 1,
+    "max_train_steps": None, "checkpointing_steps": 500, "checkpoints_total_limit": None,
+    "resume_from_checkpoint": None, "gradient_accumulation_steps": 1, "gradient_checkpointing": False,
+    "learning_rate": 5e-6, "scale_lr": False, "lr_scheduler": "constant", "lr_warmup_steps": 500, "lr_num_cycles": 1,
+    "lr_power": 1.0, "use_8bit_adam": False, "dataloader_num_workers": 0, "adam_beta1": 0.9, "adam_beta2": 0.999,
+    "adam_weight_decay": 1e-2, "adam_epsilon": 1e-08, "max_grad_norm": 1.0, "push_to_hub": False, "hub_token": None,
+    "hub_model_id": None, "logging_dir": "logs", "allow_tf32": False, "report_to": "tensorboard",
+    "validation_prompt": None, "num_validation_images": 4, "validation_steps": 100, "mixed_precision": None,
+    "prior_generation_precision": None, "local_rank": -1, "enable_xformers_memory_efficient_attention": False,
+    "set_grads_to_none": False, "offset_noise": False, "snr_gamma": None, "pre_compute_text_embeddings": False,
+    "tokenizer_max_length": None, "text_encoder_use_attention_mask": False, "skip_save_text_encoder": False,
+    "validation_images": None, "class_labels_conditioning": None,
+    "validation_scheduler": "DPMSolverMultistepScheduler",
+}  # fmt: skip
+
+
+def test_the_readmes_table_is_true_of_every_flag_of_diffusers(monkeypatch):
+    """`the same` are those that train.py takes under that name; defaults are named where they differ."""
+    parsers = []
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda *given: parsers.append(given[0]) or sys.exit())
+    with pytest.raises(SystemExit):
+        importlib.import_module("train").parse_args([])
+    actions = parsers[0]._option_string_actions
+    section = (ROOT / "README.md").read_text().split("### From Diffusers")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
+    named = [(flag, here, defaults) for flags, here, defaults in rows for flag in re.findall(r"`--(\w+)`", flags)]
+    assert sorted(flag for flag, _, _ in named) == sorted(DIFFUSERS)
+    for flag, here, defaults in named:
+        action = actions.get(f"--{flag}")
+        assert (action is not None) == here.startswith("the same"), flag
+        if action is not None:
+            assert here.startswith("the same as") == (action.dest != flag), flag
+            own = None if action.default == [] else action.default
+            assert (own != DIFFUSERS[flag]) == bool(defaults), flag
+            numbers = {value for value in (DIFFUSERS[flag], own) if type(value) is int}
+            assert not defaults or {int(word) for word in re.findall(r"\b\d+\b", defaults)} == numbers, flag
 
 
 # ---------------------------------------------------------------------------------------------------------------------

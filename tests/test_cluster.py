@@ -179,6 +179,7 @@ class Full:
 def test_an_actor_that_is_out_of_a_resource_says_so(kind):
     result = cluster._Actor(Full, {"kind": kind})(EMPTY_ROW)["bytes"]
     assert cli.describe_error(pickle.loads(result)[0])[0] == cli.OutOfResource.exit_code
+    assert isinstance(pickle.loads(result)[0], cli.OutOfMemory) == (kind == "memory")
 
 
 @pytest.mark.ray

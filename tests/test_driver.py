@@ -15,9 +15,10 @@ import training
 SETTINGS = {"lr": 0.1, "seed": 0}
 
 
-def test_steps_of_epochs():
-    assert driver.steps_of(4, 200, 1) == 800
-    assert driver.steps_of(1, 10, 4) == 3  # the third runs into the next epoch
+def test_steps_of_pairs():
+    assert driver.steps_of(800, 1) == 800
+    assert driver.steps_of(800, 8) == 100
+    assert driver.steps_of(10, 4) == 3  # the third takes two more
 
 
 def test_check_batch():

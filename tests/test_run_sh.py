@@ -1,6 +1,10 @@
 """run.sh: its steps, its variables, and the whole of it with a tiny model."""
 
+import json
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -16,6 +20,135 @@ def run_sh(*arguments, timeout=300, **environment):
         timeout=timeout,
         env={**os.environ, "PYTHON": sys.executable, **{name: str(value) for name, value in environment.items()}},
     )
+
+
+def read_settings(text):
+    """Return {name: value} of what ./run.sh settings printed, as a shell reads it."""
+    return dict(word.split("=", 1) for word in shlex.split(text))
+
+
+def settings(**environment):
+    done = run_sh("settings", **environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    return read_settings(done.stdout)
+
+
+def test_settings_are_all_variables_and_can_be_sourced(tmp_path):
+    """Every variable that can be set from outside is printed, and a shell that reads the output gets its value."""
+    evil = "'a' \"b\" $(touch x) `touch x`; \\ #"
+    text = run_sh("settings", CLASS_NAME=evil, DATA_PREFIX=tmp_path / "a b").stdout
+    names = re.findall(r"^ *([A-Z_]+)=\$\{\1:-", (ROOT / "run.sh").read_text(), re.MULTILINE)
+    assert len(names) > 20 and {*names, "CLASS_PROMPT", "INSTANCE_PROMPT"} == {
+        *re.findall(r"^(\w+)=", text, re.MULTILINE)
+    }
+    program = 'set -eu; source /dev/stdin; printf "%s|" "$CLASS_NAME" "$INSTANCE_PROMPT" "$TUNED_MODEL_DIR"'
+    done = subprocess.run(["bash", "-c", program], input=text, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split("|")[:3] == [evil, f"a 3d emoji of a unqtkn {evil}", f"{tmp_path}/a b/model-tuned"]
+    assert not list(tmp_path.iterdir())
+
+
+TOY = {"LR": "1e-4", "PROMPT_START": "a 3d emoji of a", "GUIDANCE_SCALE": "3", "CLIP_MODEL": "models/emoji-clip"}
+REAL = {
+    "LR": "5e-6",
+    "PROMPT_START": "photo of a",
+    "GUIDANCE_SCALE": "7.5",
+    "NUM_CLASS_IMAGES": "200",
+    "CLIP_MODEL": "openai/clip-vit-base-patch32",
+    "DINO_MODEL": "facebook/dino-vits16",
+}
+
+
+@pytest.mark.parametrize("name", [None, "models/emoji-64", "./models/../models/emoji-64/", ROOT / "models/emoji-64"])
+def test_the_embedded_models_values_belong_to_its_folder_however_it_is_written(name):
+    found = settings(**({} if name is None else {"ORIG_MODEL_NAME": name}))
+    assert found | TOY == found
+
+
+def test_other_folders_and_names_get_the_values_for_real_models(tmp_path):
+    shutil.copytree(ROOT / "models/emoji-64/scheduler", tmp_path / "models/emoji-64/scheduler")
+    for name in (tmp_path / "models/emoji-64", "models/emoji-clip", "models", "someone/model"):
+        found = settings(ORIG_MODEL_NAME=name)
+        assert found | REAL == found
+    assert settings(ORIG_MODEL_NAME="someone/model", LR="1e-5")["LR"] == "1e-5"
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"),
+    [
+        ("CompVis/stable-diffusion-v1-4", "b95be7d6f134c3a9e62ee616f310733567f069ce"),
+        ("CompVis/stable-diffusion-v1-3", "main"),
+        ("stable-diffusion-v1-5/stable-diffusion-v1-5", "main"),
+        ("models/emoji-64", "main"),
+    ],
+)
+def test_a_commit_is_the_default_for_its_own_model_alone(name, revision):
+    assert settings(ORIG_MODEL_NAME=name)["ORIG_MODEL_HASH"] == revision
+    assert settings(ORIG_MODEL_NAME=name, ORIG_MODEL_HASH="v2")["ORIG_MODEL_HASH"] == "v2"
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A function that runs steps of run.sh with a Python that does nothing; it returns {script: [its words]}."""
+    said, fake = tmp_path / "said", tmp_path / "copy" / ".venv" / "bin" / "python"
+    fake.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "run.sh", tmp_path / "copy")
+    program = f"import json, sys; open({str(said)!r}, 'a').write(json.dumps(sys.argv[1:]) + chr(10))"
+    fake.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S -c "{program}" "$@"\n')
+    fake.chmod(0o755)
+
+    def run(steps, **environment):
+        said.unlink(missing_ok=True)
+        environment = {**os.environ, "DATA_PREFIX": str(tmp_path / "data"), **environment}
+        for step in steps:
+            command = [tmp_path / "copy" / "run.sh", step]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+        return {call[0]: call[1:] for call in map(json.loads, said.read_text().splitlines())}
+
+    return run
+
+
+def test_the_model_keeps_its_revision(words):
+    called = words("2", ORIG_MODEL_NAME="someone/model")["cache_model.py"]
+    assert called[called.index("--revision") :] == ["--revision", "main", "--keep_revision"]
+
+
+def test_the_length_is_said_in_pairs_or_where_it_is_asked_for_in_steps(words):
+    called = words("4")["train.py"]
+    assert called[called.index("--max_train_pairs") + 1] == "800"
+    assert not {"--max_train_steps", "--validation_steps"} & set(called)
+    called = words("4", MAX_TRAIN_STEPS="7", NUM_TRAIN_PAIRS="9")["train.py"]
+    assert called[called.index("--max_train_steps") + 1] == "7" and "--max_train_pairs" not in called
+    assert settings()["NUM_TRAIN_PAIRS"] == "600" and settings()["MAX_TRAIN_STEPS"] == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", []),
+        ("  --use_8bit_adam\n --resolution   256 ", ["--use_8bit_adam", "--resolution", "256"]),
+        ("""--validation_prompts 'a b' --x "it's" ''""", ["--validation_prompts", "a b", "--x", "it's", ""]),
+        (r"$(touch x) `touch x` *; a\ b", ["$(touch", "x)", "`touch", "x`", "*;", "a b"]),
+    ],
+)
+def test_further_flags_come_last_and_are_words_alone(words, tmp_path, flags, expected):
+    drawn = ["--batch_size", "3", "--num_workers", "2", *expected]
+    called = words("356", DRAW_FLAGS=flags, BATCH_SIZE="3", NUM_WORKERS="2")
+    assert called["evaluate.py"][-len(drawn) :] == called["run_model.py"][-len(drawn) :] == drawn
+    drawn = words("3", DRAW_FLAGS=flags)["run_model.py"]
+    assert drawn[-2 - len(expected) :] == ["--batch_size", "10", *expected]
+    trained = words("4", TRAIN_FLAGS=flags, DRAW_FLAGS="--no_safety_checker", NUM_WORKERS="2")["train.py"]
+    assert trained[-2 - len(expected) :] == ["--num_workers", "2", *expected]
+    assert not list(tmp_path.rglob("x"))
+
+
+@pytest.mark.parametrize("name", ["TRAIN_FLAGS", "DRAW_FLAGS"])
+def test_a_quote_without_an_end_ends_the_run_before_it_starts(name, tmp_path):
+    done = run_sh("1", **{name: "--negative_prompt 'a b"}, DATA_PREFIX=tmp_path / "data")
+    assert done.returncode == 2 and done.stderr == (
+        f"run.sh: {name}=--negative_prompt 'a b has a quote without an end: close it\n"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_step_1_copies_photos_with_any_name_once(tmp_path):
@@ -58,7 +191,11 @@ def test_all_steps_twice(tmp_path, tiny_model):
         "CLASS_NAME": "dog",
         "NUM_CLASS_IMAGES": 3,
         "NUM_INFERENCE_STEPS": 2,
+        "NUM_EVALUATION_IMAGES": 2,
         "MAX_TRAIN_STEPS": 2,
+        "CLIP_MODEL": "models/emoji-clip",
+        "DINO_MODEL": "none",
+        "PROMPTS_FILE": "prompts/emoji.txt",
         "NUM_WORKERS": 0,
     }
     done = run_sh(**variables)

@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, last_json, make_photos, tree
+from conftest import ROOT, last_json, make_photos, run_script, tree
 
 import checkpoint
 import cli
 import train
 import training
+import validation
 
 
 @pytest.fixture
@@ -152,6 +153,44 @@ def test_same_command_writes_nothing_and_imports_no_torch(command):
     assert done.returncode == 0, done.stderr
     assert last_json(done.stdout)["trained"] == 0
     assert tree(command.output_dir) | tree(command.work_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_workers", "steps"),
+    [
+        ({"max_train_pairs": 800}, 0, 800),
+        ({"max_train_pairs": 800}, 1, 800),
+        ({"max_train_pairs": 800}, 8, 100),
+        ({"max_train_pairs": 800, "train_batch_size": 2, "gradient_accumulation_steps": 2}, 2, 100),
+        ({"max_train_pairs": 801}, 8, 101),
+        ({"max_train_steps": 800}, 8, 800),
+        ({"num_epochs": 4}, 1, 32),  # of 3 photos and 8 class images
+        ({"num_epochs": 4}, 3, 11),
+    ],
+)
+def test_the_steps_follow_from_the_pairs(command, flags, num_workers, steps):
+    args, settings = train.parse_args(command.arguments(**{"max_train_steps": None, **flags})), {}
+    assert train.plan_steps(args, settings, num_workers) == steps
+    assert "max_train_steps" not in settings  # of a constant learning rate: the result may be trained further
+
+
+def test_a_run_of_pairs_is_drawn_in_quarters(command):
+    command(max_train_steps=None, max_train_pairs=17, train_batch_size=2, validation_prompts="a dog", log_every=9)
+    assert [line["step"] for line in training.read_log(command.work_dir / training.LOG)] == [9]
+    assert list(validation.read_rows(command.work_dir / validation.FOLDER)) == [0, 3, 6, 9]
+
+
+def test_a_step_of_more_pairs_than_class_images_is_trained_and_said(command, tmp_path, capsys):
+    """The pairs walk in a circle: eight class images, sixteen pairs a step."""
+    command(max_train_steps=2, train_batch_size=16)
+    warning = "warning: --class_images_dir holds 8 images, a step takes 16 pairs: an image is used several times a step"
+    assert capsys.readouterr().err.splitlines().count(warning) == 1
+    assert all(loss > 0 for loss in losses(command.work_dir))
+    command(output_dir=tmp_path / "parts", max_train_steps=2, train_batch_size=4, gradient_accumulation_steps=4)
+    assert losses(tmp_path / "parts.work") == pytest.approx(losses(command.work_dir), abs=1e-5)
+    capsys.readouterr()
+    command(output_dir=tmp_path / "eight", max_train_steps=1, train_batch_size=8)
+    assert "warning" not in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -389,7 +428,6 @@ def no_models(monkeypatch):
         ({"instance_prompt": "photo of a dog"}, "--instance_prompt"),
         ({"instance_prompt": "photo of zwx dog", "unique_token": "unqtkn"}, "--instance_prompt"),
         ({"class_prompt": "photo of unqtkn dog", "unique_token": "unqtkn"}, "--class_prompt"),
-        ({"train_batch_size": 9}, "--class_images_dir"),
         ({"resolution": 17}, "--resolution 17"),
         ({"model_dir": "/nowhere"}, "--model_dir"),
         ({"instance_images_dir": "/nowhere"}, "--instance_images_dir"),
@@ -399,6 +437,15 @@ def no_models(monkeypatch):
 def test_bad_input(command, no_models, flags, words):
     with pytest.raises(cli.BadInput, match=words):
         command(**flags)
+
+
+def test_a_name_on_the_hub_is_sent_to_cache_model(command):
+    """Under Diffusers' name of the flag too, which takes one there."""
+    name, flag = "CompVis/stable-diffusion-v1-4", "pretrained_model_name_or_path"
+    done = run_script("train.py", *command.arguments(model_dir=None, **{flag: name}))
+    assert done.returncode == 3 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: --model_dir ") and f"{name} is not a folder" in done.stderr
+    assert "run cache_model.py first" in done.stderr
 
 
 def test_8_bit_adam_asks_for_its_package(command, no_models, monkeypatch):
@@ -448,6 +495,8 @@ def test_bad_folders(command, no_models, tmp_path, tiny_model):
         {"lr_warmup_steps": 5},
         {"num_workers": -1},
         {"lr_scheduler": "x"},
+        {"max_train_pairs": 4, "max_train_steps": 4},
+        {"max_train_pairs": 0, "max_train_steps": None},
     ],
 )
 def test_usage_errors(command, flags):
