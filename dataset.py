@@ -1,5 +1,6 @@
 """Photos and rows: the only file that knows how images are decoded, cropped, paired, cached and laid out in a batch."""
 
+import functools
 import io
 import math
 import os
@@ -128,21 +129,32 @@ def _fault(path):
     return None
 
 
-def crop_square(image, resolution, rng=None, random_crop=True, random_flip=True):
-    """Return a square of the smaller side of a Pillow image, resized to `resolution` pixels.
+def read_size(path):
+    """Return (width, height) of a picture as `read_image` gives it, from its header."""
+    with Image.open(path) as image:
+        turns = image.getexif().get(ORIENTATION, 1) >= 5  # those that exchange the sides
+        return image.size[::-1] if turns else image.size
+
+
+def draw_crop(size, rng=None, random_crop=True, random_flip=True):
+    """Return (left, top, is flipped) of a square crop of the smaller side of a picture of `size`.
 
     rng: draws the place of the crop and the flip; None crops the centre and does not flip.
     """
-    side = min(image.size)
-    free = [length - side for length in image.size]
+    free = [length - min(size) for length in size]
     left, top = [length // 2 for length in free]
     if rng is not None and random_crop:
         left, top = [int(rng.integers(length + 1)) for length in free]
+    return left, top, rng is not None and random_flip and bool(rng.random() < 0.5)
+
+
+def crop_square(image, resolution, rng=None, random_crop=True, random_flip=True):
+    """Return the square of a Pillow image that `draw_crop` says, resized to `resolution` pixels."""
+    left, top, is_flipped = draw_crop(image.size, rng, random_crop, random_flip)
+    side = min(image.size)
     box = (left, top, left + side, top + side)
     image = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
-    if rng is not None and random_flip and rng.random() < 0.5:
-        image = ImageOps.mirror(image)
-    return image
+    return ImageOps.mirror(image) if is_flipped else image
 
 
 def scale_pixels(images):
@@ -210,13 +222,26 @@ class Pairs:
 
     @property
     def num_rows(self):
-        """Rows of the cache: the variants of each instance image, then the class images."""
+        """Rows that a run of any length may use: the variants of each instance image, then the class images."""
         return self.num_instance * self.num_variants + self.num_class
 
     def rows(self, position):
-        """Return the cache rows of the pair at `position` of the sequence: (instance, class or None)."""
+        """Return the rows of the pair at `position` of the sequence: (instance, class or None)."""
         epoch, place = divmod(position, self.pairs_per_epoch)
-        j = int(self._order(epoch)[place])
+        return self._rows_of(epoch, int(self._order(epoch)[place]))
+
+    def rows_used(self, num_pairs):
+        """Return the rows [R] that the first `num_pairs` pairs of the sequence use, in order."""
+        full_epochs, rest = divmod(num_pairs, self.pairs_per_epoch)
+        parts = [(epoch, np.arange(self.pairs_per_epoch)) for epoch in range(min(full_epochs, self.num_variants))]
+        parts.append((full_epochs, self._order(full_epochs)[:rest]))  # whole epochs repeat after as many as variants
+        used = np.zeros(self.num_rows, dtype=bool)
+        for part in parts:
+            for rows in self._rows_of(*part)[: 1 + bool(self.num_class)]:
+                used[rows] = True
+        return np.flatnonzero(used)
+
+    def _rows_of(self, epoch, j):
         variant = (epoch * self.repeats + j // self.num_instance) % self.num_variants
         instance = (j % self.num_instance) * self.num_variants + variant
         if not self.num_class:
@@ -246,55 +271,101 @@ class PosteriorEncoder:
         self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed
 
     def __call__(self, item):
-        """Return {"rows": [R], "mean": [R, c, h, w], "std": ...}, float16, of {"rows": [[row, path, image, variant]]}.
+        """Return {"crops": [R], "mean": [R, c, h, w], "std"}, float16, of {"crops": [(number, path, image, variant)]}.
 
-        A class image has no variant (None): its centre is taken.
+        A class image has no variant (None): its centre is taken. The VAE always takes ENCODE_BATCH images: one that is
+        alone comes out a little differently, and a cache that is completed later would be another.
         """
         import torch
 
         from utils import encode_posterior
 
-        pixel_values = np.stack([self._pixel_values(*row[1:]) for row in item["rows"]])
+        crops = item["crops"]
+        pixel_values = [self._pixel_values(*crop[1:]) for crop in crops]
+        pixel_values = np.stack(pixel_values + pixel_values[:1] * (ENCODE_BATCH - len(crops)))
         with torch.inference_mode():
-            mean, std = encode_posterior(self.vae, torch.from_numpy(pixel_values).to(self.device))
-        return {
-            "rows": np.array([row[0] for row in item["rows"]]),
-            "mean": mean.cpu().numpy().astype(np.float16),
-            "std": std.cpu().numpy().astype(np.float16),
-        }
+            posterior = encode_posterior(self.vae, torch.from_numpy(pixel_values).to(self.device))
+        mean, std = (each[: len(crops)].cpu().numpy().astype(np.float16) for each in posterior)
+        return {"crops": np.array([crop[0] for crop in crops]), "mean": mean, "std": std}
 
     def _pixel_values(self, path, image, variant):
         rng = None if variant is None else row_rng(self.seed, CROP, variant, image)
         return to_pixel_values(read_image(path), self.resolution, rng, self.random_crop, self.random_flip)
 
 
-def cache_posteriors(folder, pairs, instance_images, class_images, encoder_options, **pool):
-    """Encode every variant of every image once, with Ray Data, into `folder`; return at once where it is whole.
+def cache_posteriors(folder, pairs, num_pairs, instance_images, class_images, encoder_options, **pool):
+    """Encode what the first `num_pairs` pairs use, with Ray Data, into `folder`; return at once where all is there.
 
-    Rows are in the order of `Pairs.rows`, so each keeps its image however the loader shuffles.
-    encoder_options: of PosteriorEncoder; pool: num_workers and the like, of map_on_actors.
+    What a shorter run has cached is kept. encoder_options: of PosteriorEncoder; pool: num_workers and the like, of
+    map_on_actors.
     """
-    if read_manifest(folder, deep=True) is not None:
+    images = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
+    images += [(str(path), i, None) for i, path in enumerate(class_images)]
+    cached = read_cache(folder, pairs)
+    place, crops = plan_cache(pairs.rows_used(num_pairs), cached.pop("place"), images, encoder_options)
+    if not crops:
         return
-    rows = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
-    rows += [(str(path), i, None) for i, path in enumerate(class_images)]
-    rows = [(row, *content) for row, content in enumerate(rows)]
-    items = [{"rows": rows[start : start + ENCODE_BATCH]} for start in range(0, len(rows), ENCODE_BATCH)]
+    items = [{"crops": crops[start : start + ENCODE_BATCH]} for start in range(0, len(crops), ENCODE_BATCH)]
     arrays = {}
-    with Progress("encode", len(rows), "images") as progress:
+    with Progress("encode", len(crops), "images") as progress:
         for result in map_on_actors(PosteriorEncoder, encoder_options, items, **pool):
             for name in ("mean", "std"):
-                shape = (len(rows), *result[name].shape[1:])
-                arrays.setdefault(name, np.empty(shape, np.float16))[result["rows"]] = result[name]
-            progress.update(len(result["rows"]))
-    broken = [rows[i][1] for i in range(len(rows)) if not all(np.isfinite(a[i]).all() for a in arrays.values())]
+                shape = (len(crops), *result[name].shape[1:])
+                arrays.setdefault(name, np.empty(shape, np.float16))[result["crops"]] = result[name]
+            progress.update(len(result["crops"]))
+    broken = [path for i, path, *_ in crops if not all(np.isfinite(array[i]).all() for array in arrays.values())]
     if broken:
         raise CheckFailed(f"the VAE gives no finite latents for {broken[0]}: check the model and the image")
     from safetensors.numpy import save_file
 
+    arrays |= {name: np.concatenate([earlier, arrays[name]]) for name, earlier in cached.items()}
     with staging(folder) as beside:
-        save_file(arrays, beside / "posteriors.safetensors")
-        publish(beside, folder, images=[[path, variant] for _, path, _, variant in rows])
+        save_file({**arrays, "place": place}, beside / "posteriors.safetensors")
+        publish(beside, folder, images=[[path, variant] for path, _, variant in images])
+
+
+def read_cache(folder, pairs):
+    """Return {"mean", "std", "place"} of a whole cache; `place` alone, -1 for each row, where there is none.
+
+    mean, std: [N, c, h, w] float16; place: [num_rows], where of the N a row is, -1 where it is not cached.
+    """
+    from safetensors.numpy import load_file
+
+    nothing = {"place": np.full(pairs.num_rows, -1)}
+    if read_manifest(folder, deep=True) is None:
+        return nothing
+    cached = load_file(Path(folder) / "posteriors.safetensors")
+    return cached if "place" in cached else nothing  # an older version's
+
+
+def plan_cache(rows, place, images, options):
+    """Return (place with these rows, the crops to encode for them [(number, path, image, variant)]).
+
+    Crops that come out alike, say of a square photo, are encoded once. place: of read_cache; images: (path, image,
+    variant) of all rows; options: of PosteriorEncoder.
+    """
+    flags = {name: options[name] for name in ("random_crop", "random_flip")}
+    size_of = functools.cache(read_size)
+
+    def crop_of(row):
+        path, image, variant = images[row]
+        if variant is None:
+            return path, None
+        return path, draw_crop(size_of(path), row_rng(options["seed"], CROP, variant, image), **flags)
+
+    missing = rows[place[rows] < 0]
+    if not len(missing):
+        return place, []
+    place = place.copy()
+    known = {crop_of(row): place[row] for row in np.flatnonzero(place >= 0)}
+    first, crops = place.max() + 1, []
+    for row in missing:
+        crop = crop_of(row)
+        if crop not in known:
+            known[crop] = first + len(crops)
+            crops.append((len(crops), *images[row]))
+        place[row] = known[crop]
+    return place, crops
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,6 +379,7 @@ class Batches:
         from safetensors.torch import load_file
 
         self.cache = load_file(Path(cache_dir) / "posteriors.safetensors")
+        self.place = self.cache.pop("place")
         self.pairs, self.seed, self.num_train_timesteps = pairs, seed, num_train_timesteps
         self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}
 
@@ -323,11 +395,12 @@ class Batches:
     def _row(self, step, number, stream, row):
         import torch
 
-        mean = self.cache["mean"][row].float()
+        place = int(self.place[row])
+        mean = self.cache["mean"][place].float()
         noise = draw_noise(self.seed, stream, step, number, mean.shape, self.num_train_timesteps)
         return {
             "mean": mean,
-            "std": self.cache["std"][row].float(),
+            "std": self.cache["std"][place].float(),
             "noise": torch.from_numpy(noise[0]),
             "posterior_noise": torch.from_numpy(noise[1]),
             "timesteps": torch.tensor(noise[2]),

@@ -306,11 +306,11 @@ def pick_images(args):
     return images, skipped
 
 
-def check_needs(args, pairs):
+def check_needs(args, num_rows):
     """Check, before a model is loaded, its files and the room on the disk; say what of a prompt is not read."""
     say_what_is_cut(args.model_dir, [args.instance_prompt, args.class_prompt or "", *args.validation_prompts])
     cells = (args.resolution // pixel_factor(args.model_dir)) ** 2
-    cache = pairs.num_rows * cells * read_config(args.model_dir, "vae")["latent_channels"] * 2 * 2  # float16 mean, std
+    cache = num_rows * cells * read_config(args.model_dir, "vae")["latent_channels"] * 2 * 2  # float16 mean, std
     trained = ("unet", "text_encoder")[: 1 + args.train_text_encoder]
     driver.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
     check_model(args.model_dir)
@@ -320,7 +320,8 @@ def train(args, settings, steps, num_workers):
     """Check the images, fill the cache of latents and run the workers; return what rank 0 says."""
     images, skipped = pick_images(args)
     pairs = Pairs(len(images[0]), len(images[1]), args.max_variants, args.seed)
-    check_needs(args, pairs)
+    num_pairs = steps * settings["pairs_per_step"]
+    check_needs(args, len(pairs.rows_used(num_pairs)))
     if 0 < len(images[1]) < settings["pairs_per_step"]:
         holds = f"--class_images_dir holds {len(images[1])} images, a step takes {settings['pairs_per_step']} pairs"
         cli.say(f"warning: {holds}: an image is used several times a step")
@@ -329,7 +330,8 @@ def train(args, settings, steps, num_workers):
     posteriors_dir = str(Path(args.work_dir) / "posteriors")
     names = ("model_dir", "resolution", "random_crop", "random_flip", "seed", "mixed_precision")
     encoder_options = {name: getattr(args, name) for name in names}
-    cache_posteriors(posteriors_dir, pairs, *images, encoder_options, num_workers=num_workers, **cli.placement(args))
+    pool = {"num_workers": num_workers, **cli.placement(args)}
+    cache_posteriors(posteriors_dir, pairs, num_pairs, *images, encoder_options, **pool)
     config = {
         **vars(args),
         "settings": settings,

@@ -56,6 +56,7 @@ def make_batches(args, settings):
     if "cache" in args.without:
         options = {name: settings[name] for name in ("resolution", "random_crop", "random_flip", "seed")}
         encoder = PosteriorEncoder(args.model_dir, **options)
+        batches.place = range(pairs.num_rows)
         batches.cache = {name: Encoded(encoder, rows, pairs, part) for part, name in enumerate(("mean", "std"))}
     return batches
 

@@ -4,6 +4,8 @@ import shutil
 import struct
 import warnings
 import zlib
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -568,7 +570,7 @@ def cached(tiny_model, photos, class_images, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache") / "posteriors"
     instance, others = sorted(photos.iterdir()), sorted(class_images.iterdir())
     pairs = Pairs(len(instance), len(others), 16, seed=4)
-    cache_posteriors(folder, pairs, instance, others, {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
+    cache_posteriors(folder, pairs, 10**6, instance, others, {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
     return folder, pairs, instance, others
 
 
@@ -599,9 +601,12 @@ def test_each_row_is_the_posterior_of_its_own_crop(cached, tiny_model):
     folder, pairs, instance, others = cached
     arrays = load_cache(folder)
     mean, std = expected_posteriors(tiny_model, pairs, instance, others)
-    assert set(arrays) == {"mean", "std"}
+    used = pairs.rows_used(10**6)
+    mean, std = mean[used], std[used]
+    assert set(arrays) == {"mean", "std", "place"} and arrays["place"][used].tolist() == list(range(len(used)))
+    assert (arrays["place"] == -1).sum() == pairs.num_rows - len(used) == 1  # a photo that is shown once less
     assert arrays["mean"].dtype == arrays["std"].dtype == np.float16
-    assert arrays["mean"].shape == (pairs.num_rows, 4, 8, 8) == mean.shape
+    assert arrays["mean"].shape == (len(used), 4, 8, 8) == mean.shape
     assert np.allclose(arrays["mean"], mean, rtol=2e-3, atol=2e-3)
     assert np.allclose(arrays["std"], std, rtol=2e-3, atol=2e-3)
     distance = np.abs(arrays["mean"].astype(np.float32)[:, None] - mean[None]).mean(axis=(2, 3, 4))
@@ -620,7 +625,7 @@ def test_a_whole_cache_is_not_touched(cached, tiny_model, monkeypatch):
     folder, pairs, instance, others = cached
     before = tree(folder)
     monkeypatch.setattr(dataset, "map_on_actors", lambda *args, **options: pytest.fail("encoded again"))
-    cache_posteriors(folder, pairs, instance, others, {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
+    cache_posteriors(folder, pairs, 10**6, instance, others, {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
     assert tree(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
@@ -630,8 +635,102 @@ def test_a_cut_cache_is_filled_again(cached, tiny_model, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "posteriors")
     data = (copy / "posteriors.safetensors").read_bytes()
     (copy / "posteriors.safetensors").write_bytes(data[:-10])
-    cache_posteriors(copy, pairs, instance, others, {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
+    cache_posteriors(copy, pairs, 10**6, instance, others, {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
     assert (copy / "posteriors.safetensors").read_bytes() == data
+
+
+@pytest.mark.parametrize(("n", "m"), COUNTS)
+@pytest.mark.parametrize("max_variants", [1, 2, 16])
+@pytest.mark.parametrize("num_pairs", [1, 3, 8, 29, 200])
+def test_the_rows_of_a_run_are_those_of_its_pairs(n, m, max_variants, num_pairs):
+    pairs = Pairs(n, m, max_variants, seed=3)
+    used = {row for position in range(num_pairs) for row in pairs.rows(position)} - {None}
+    assert pairs.rows_used(num_pairs).tolist() == sorted(used)
+
+
+def test_a_run_encodes_what_it_will_see():
+    """1,000 photos without class images were encoded 16 times each, for four epochs."""
+    assert len(Pairs(1000, 0, 16, seed=0).rows_used(4000)) == 4000
+    assert len(Pairs(5, 0, 16, seed=0).rows_used(20)) == 20
+    assert len(Pairs(5, 200, 16, seed=0).rows_used(20)) <= 40
+    assert len(Pairs(5, 200, 16, seed=0).rows_used(800)) == 5 * 16 + 200
+
+
+def encoded(monkeypatch, folder, pairs, num_pairs, instance, others, model, **options):
+    """Fill a cache in this process and return the (path, variant) of what was encoded for it."""
+    seen, real = [], dataset.map_on_actors
+
+    def watch(worker, options, items, **pool):
+        seen.extend((Path(path).name, variant) for item in items for _, path, _, variant in item["crops"])
+        return real(worker, options, items, **pool)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset, "map_on_actors", watch)
+        options = {"model_dir": str(model), **OPTIONS, **options}
+        cache_posteriors(folder, pairs, num_pairs, instance, others, options, num_workers=0)
+    return seen
+
+
+def test_a_longer_run_adds_to_the_cache_what_it_lacks(cached, tiny_model, tmp_path, monkeypatch):
+    """Bit for bit as if it had been that long from the start."""
+    _, pairs, instance, others = cached
+    run = partial(encoded, monkeypatch)
+    first = run(tmp_path / "grown", pairs, 3, instance, others, tiny_model)
+    assert len(first) == len(pairs.rows_used(3)) < pairs.num_rows
+    assert run(tmp_path / "grown", pairs, 2, instance, others, tiny_model) == []
+    more = run(tmp_path / "grown", pairs, 9, instance, others, tiny_model)
+    assert len(first) + len(more) == len({*first, *more}) == len(pairs.rows_used(9))
+    run(tmp_path / "whole", pairs, 9, instance, others, tiny_model)
+    grown, whole = load_cache(tmp_path / "grown"), load_cache(tmp_path / "whole")
+    for row in pairs.rows_used(9):
+        for name in ("mean", "std"):
+            assert np.array_equal(grown[name][grown["place"][row]], whole[name][whole["place"][row]])
+
+
+@pytest.mark.parametrize(("size", "flags", "distinct"), [
+    ((20, 20), {"random_flip": False}, 1),
+    ((20, 20), {}, 2),
+    ((20, 20), {"random_crop": False}, 2),
+    ((24, 20), {"random_flip": False}, 5),
+    ((24, 20), {"random_crop": False, "random_flip": False}, 1),
+])  # fmt: skip
+def test_variants_that_cannot_differ_are_encoded_once(tiny_model, tmp_path, monkeypatch, size, flags, distinct):
+    """A square photo has one crop: only the flip tells its variants apart."""
+    photos = sorted(make_photos(tmp_path / "photos", 2, size).iterdir())
+    pairs = Pairs(2, 0, 16, seed=4)
+    crops = encoded(monkeypatch, tmp_path / "cache", pairs, 32, photos, [], tiny_model, **flags)
+    assert len(crops) == 2 * distinct
+    place = load_cache(tmp_path / "cache")["place"]
+    for row in range(pairs.num_rows):
+        image, variant = divmod(row, 16)
+        rng = row_rng(4, CROP, variant, image)
+        crop = to_pixel_values(read_image(photos[image]), RESOLUTION, rng, **{"random_crop": True, **flags})
+        name, encoded_variant = crops[place[row]]
+        same = row_rng(4, CROP, encoded_variant, image)
+        assert name == photos[image].name
+        assert np.array_equal(crop, to_pixel_values(read_image(photos[image]), RESOLUTION, same, **flags))
+
+
+@pytest.mark.parametrize("orientation", [None, 1, 3, 6, 8])
+def test_the_size_in_the_header_is_that_of_the_picture(tmp_path, orientation):
+    exif = Image.Exif()
+    if orientation:
+        exif[0x0112] = orientation
+    Image.new("RGB", (24, 20)).save(tmp_path / "photo.jpg", exif=exif)
+    assert dataset.read_size(tmp_path / "photo.jpg") == read_image(tmp_path / "photo.jpg").size
+
+
+def test_the_cache_of_an_older_version_is_filled_anew(cached, tiny_model, tmp_path, monkeypatch):
+    from safetensors.numpy import save_file
+
+    folder, pairs, instance, others = cached
+    arrays = load_cache(folder)
+    del arrays["place"]
+    (tmp_path / "beside").mkdir()
+    save_file(arrays, tmp_path / "beside" / "posteriors.safetensors")
+    dataset.publish(tmp_path / "beside", tmp_path / "old", images=[])
+    encoded(monkeypatch, tmp_path / "old", pairs, 10**6, instance, others, tiny_model)
+    assert np.array_equal(load_cache(tmp_path / "old")["mean"], load_cache(folder)["mean"])
 
 
 def spoil(model_dir, target, name, change):
@@ -651,7 +750,7 @@ def test_weights_that_overflow_fail_the_check(tiny_model, photos, tmp_path):
     pairs = Pairs(3, 0, 1, seed=0)
     with pytest.raises(cli.CheckFailed, match=r"finite.*00\.png"):
         cache_posteriors(
-            tmp_path / "posteriors", pairs, sorted(photos.iterdir()), [], {"model_dir": str(model), **OPTIONS},
+            tmp_path / "posteriors", pairs, 3, sorted(photos.iterdir()), [], {"model_dir": str(model), **OPTIONS},
             num_workers=0,
         )  # fmt: skip
     assert not (tmp_path / "posteriors").exists()
@@ -669,7 +768,8 @@ def batches(tmp_path):
 
     def make(pairs, seed=7, prompts=None):
         numbers = torch.arange(pairs.num_rows, dtype=torch.float16)[:, None, None, None].repeat(1, 4, 8, 8)
-        save_file({"mean": numbers, "std": numbers + 0.5}, tmp_path / "posteriors.safetensors")
+        arrays = {"mean": numbers, "std": numbers + 0.5, "place": torch.arange(pairs.num_rows)}
+        save_file(arrays, tmp_path / "posteriors.safetensors")
         prompts = prompts or (torch.full((16,), 1), torch.full((16,), 2))
         return Batches(tmp_path, pairs, *prompts, seed, 1000)
 
@@ -785,7 +885,7 @@ def test_two_steps_never_read_the_same_positions(batches):
 def test_a_pool_fills_the_cache_as_this_process_does(ray_session, cached, tiny_model, tmp_path):
     folder, pairs, instance, others = cached
     options = {"model_dir": str(tiny_model), **OPTIONS}
-    cache_posteriors(tmp_path / "posteriors", pairs, instance, others, options, num_workers=(1, 2))
+    cache_posteriors(tmp_path / "posteriors", pairs, 10**6, instance, others, options, num_workers=(1, 2))
     here, there = load_cache(folder), load_cache(tmp_path / "posteriors")
     for name in ("mean", "std"):
         assert np.allclose(here[name], there[name], rtol=2e-3, atol=2e-3)
@@ -797,7 +897,7 @@ def test_an_error_in_an_actor_keeps_its_exit_code(ray_session, tiny_model, photo
     options = {"model_dir": str(model), **OPTIONS}
     images = sorted(photos.iterdir())
     with pytest.raises(Exception) as error:
-        cache_posteriors(tmp_path / "posteriors", Pairs(3, 0, 1, seed=0), images, [], options, num_workers=1)
+        cache_posteriors(tmp_path / "posteriors", Pairs(3, 0, 1, seed=0), 3, images, [], options, num_workers=1)
     code, message = cli.describe_error(error.value)
     assert code == cli.CheckFailed.exit_code
     assert "quant_conv.weight" in message
