@@ -13,6 +13,7 @@ from cli import (
     BadInput,
     Progress,
     Stopped,
+    TryAgain,
     WorkerDied,
     as_tool_error,
     causes,
@@ -25,9 +26,10 @@ from cluster import end_idle_actors, is_local, share_resources, start_ray
 from model_folder import count_weights
 from training import LOG, SAID, STOP, read_last_line, tell_driver
 
-WORK_FILES = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, LOG, "tensorboard", "posteriors", "ray", "validation")
+TO_GO_ON = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, "posteriors", ".posteriors.*")
+WORK_FILES = (*TO_GO_ON, LOG, "tensorboard", "ray", "validation")
 TRAINER = "ray.train.torch"  # the module of Ray that trains
-RECORD = "run.json"  # the settings and the number of workers of the run in a work folder
+RECORD = "run.json"  # of the run in a work folder: its settings, its workers, whether its checkpoints are kept
 
 
 def run_training(args, settings, plan_steps, train):
@@ -42,11 +44,15 @@ def run_training(args, settings, plan_steps, train):
     if is_finished(args.output_dir, settings, steps, args.overwrite):
         say(f"{args.output_dir} is trained for {steps} steps already")
         print_result(output_dir=args.output_dir, steps=steps, trained=0)
+        finish_dropping(args.work_dir)
         return
+    check_can_go_on(args.output_dir, args.work_dir, steps, args.overwrite)
     with _lock_output(args), checkpoint.lock(Path(args.work_dir) / checkpoint.LOCK) as args.owner:
         checkpoint.recover(args.output_dir)
-        open_work_dir(args.work_dir, settings, num_workers, args.overwrite)
+        open_work_dir(args.work_dir, settings, num_workers, args.overwrite, args.keep_checkpoints)
         result = train(steps, num_workers)
+        if not args.keep_checkpoints:
+            drop_checkpoints(args.work_dir)
     print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
 
 
@@ -73,7 +79,41 @@ def is_finished(output_dir, settings, steps, overwrite):
     return False
 
 
-def open_work_dir(work_dir, settings, num_workers, overwrite):
+def check_can_go_on(output_dir, work_dir, steps, overwrite):
+    """Raise BadInput where a result is to be trained on and its checkpoints were dropped."""
+    manifest = checkpoint.read_manifest(output_dir)
+    if manifest and not overwrite and not checkpoint.list_checkpoints(work_dir):
+        raise BadInput(
+            f"--output_dir {output_dir} is trained for {manifest['step']} steps and --work_dir {work_dir} has no "
+            f"checkpoint of it: --overwrite trains {steps} steps anew, and --keep_checkpoints keeps one to go on from"
+        )
+
+
+def drop_checkpoints(work_dir):
+    """Remove what only a longer run needs: checkpoints, by names of ours, and the latent cache."""
+    _remove(_to_go_on(work_dir))
+
+
+def finish_dropping(work_dir):
+    """Drop the checkpoints of a finished run that was killed before it did, and was not started to keep them."""
+    keeps = checkpoint.read_json(Path(work_dir) / RECORD).get("keep_checkpoints", True)  # an older version says nothing
+    if not keeps and _to_go_on(work_dir):
+        with contextlib.suppress(TryAgain), checkpoint.lock(Path(work_dir) / checkpoint.LOCK):
+            drop_checkpoints(work_dir)
+
+
+def _to_go_on(work_dir):
+    paths = [path for name in TO_GO_ON for path in Path(work_dir).glob(name)]
+    ours = checkpoint.CHECKPOINT_NAME.fullmatch
+    return [path for path in paths if path.name.startswith((".", "latest", "posteriors")) or ours(path.name)]
+
+
+def _remove(paths):
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def open_work_dir(work_dir, settings, num_workers, overwrite, keep_checkpoints=True):
     """Make `work_dir` the one of this run: kept where its settings are the same, emptied where nothing is lost."""
     work_dir = Path(work_dir)
     checkpoints = checkpoint.list_checkpoints(work_dir)
@@ -83,9 +123,9 @@ def open_work_dir(work_dir, settings, num_workers, overwrite):
     if earlier not in (None, settings):
         if checkpoints and not overwrite:
             checkpoint.check_same_settings(settings, earlier, f"--work_dir {work_dir}")
-        for path in [path for name in WORK_FILES for path in work_dir.glob(name)]:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    checkpoint.write_json(work_dir / RECORD, {"settings": settings, "num_workers": num_workers})
+        _remove([path for name in WORK_FILES for path in work_dir.glob(name)])
+    record = {"settings": settings, "num_workers": num_workers, "keep_checkpoints": keep_checkpoints}
+    checkpoint.write_json(work_dir / RECORD, record)
 
 
 def recorded_workers(work_dir):

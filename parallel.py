@@ -198,7 +198,7 @@ def write_share(folder, stem, tensors, place=None):
 
     folder = Path(folder)
     if not any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}  # no copy of all on a GPU
         save_file(whole, folder / f"{stem}.safetensors")
         return
     files = [f"{stem}-{rank + 1:05d}-of-{place.world_size:05d}.safetensors" for rank in range(place.world_size)]

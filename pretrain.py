@@ -10,6 +10,7 @@ again to continue.
         --strategy fsdp --fsdp_sharding SHARD_GRAD_OP
 """
 
+import argparse
 import contextlib
 import sys
 from dataclasses import asdict
@@ -119,7 +120,10 @@ def _add_training_flags(parser):
     group = parser.add_argument_group("checkpoints and logs")
     group.add_argument("--validation_steps", type=cli.positive_int, default=1000, help="steps between validations")
     group.add_argument("--checkpointing_steps", type=cli.positive_int, default=1000, help="steps between checkpoints")
-    group.add_argument("--checkpoints_total_limit", type=cli.positive_int, default=2, help="checkpoints to keep")
+    limit = "newest checkpoints to keep while it trains"
+    group.add_argument("--checkpoints_total_limit", type=cli.positive_int, default=2, help=limit)
+    keep = "keep checkpoints once the result is published, so that a longer run can go on"
+    group.add_argument("--keep_checkpoints", action=argparse.BooleanOptionalAction, default=True, help=keep)
     group.add_argument("--log_every", type=cli.positive_int, default=10, help="steps between lines of log.jsonl")
 
 

@@ -125,7 +125,10 @@ def _add_training_flags(parser):
 
     group = parser.add_argument_group("checkpoints and logs")
     group.add_argument("--checkpointing_steps", type=cli.positive_int, default=200, help="steps between checkpoints")
-    group.add_argument("--checkpoints_total_limit", type=cli.positive_int, default=2, help="checkpoints to keep")
+    limit = "newest checkpoints to keep while it trains"
+    group.add_argument("--checkpoints_total_limit", type=cli.positive_int, default=2, help=limit)
+    keep = "keep checkpoints and latent cache once the result is published, so that a longer run can go on"
+    _add_switch(group, "keep_checkpoints", False, keep)
     group.add_argument("--log_every", type=cli.positive_int, default=10, help="steps between lines of log.jsonl")
 
 

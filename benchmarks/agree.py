@@ -38,7 +38,7 @@ def main(args):
             output = Path(folder) / name.replace(" ", "-")
             images = ("--instance_images_dir", SUBJECT, "--class_images_dir", SUBJECT, *PROMPTS)
             steps = ("--max_train_steps", args.max_train_steps, "--log_every", 1)
-            run("train.py", "--model_dir", MODEL, "--output_dir", output, *images, *steps, *flags)
+            run("train.py", "--model_dir", MODEL, "--output_dir", output, *images, *steps, "--keep_checkpoints", *flags)
             return Path(f"{output}.work")
 
         def losses(log):

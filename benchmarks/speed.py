@@ -51,7 +51,8 @@ def train(inputs, steps, *flags):
     """Return train.py's steps a second."""
     output = inputs.new()
     arguments = ("--output_dir", output, "--max_train_steps", steps, *inputs.training_flags(), *flags)
-    return rate(Path(f"{output}.work/log.jsonl"), LOG_EVERY * 2, steps, "train.py", *arguments)
+    keep = "--keep_checkpoints"  # and the latent cache, for the bare loop
+    return rate(Path(f"{output}.work/log.jsonl"), LOG_EVERY * 2, steps, "train.py", *arguments, keep)
 
 
 def train_as_published(inputs, steps, *flags):

@@ -327,7 +327,7 @@ PRETRAIN_FLAGS = """
     unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs
     batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
     snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
-    checkpoints_total_limit log_every num_data_loading_workers prefetch_batches strategy fsdp_sharding
+    checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers prefetch_batches strategy fsdp_sharding
     guidance_scale
 """
 
@@ -341,7 +341,8 @@ TRAIN_FLAGS = """
     random_crop random_flip max_variants train_batch_size gradient_accumulation_steps num_epochs max_train_pairs
     max_train_steps lr lr_scheduler lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay
     use_8bit_adam reduce_dtype train_text_encoder gradient_checkpointing compile seed validation_prompts
-    validation_steps num_validation_images guidance_scale checkpointing_steps checkpoints_total_limit log_every
+    validation_steps num_validation_images guidance_scale checkpointing_steps checkpoints_total_limit
+    keep_checkpoints log_every
 """
 
 

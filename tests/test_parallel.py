@@ -488,6 +488,21 @@ def test_the_optimizer_comes_back_bit_for_bit(tmp_path, monkeypatch):
         assert all(torch.equal(optimizer.state[mine][key], other.state[its][key]) for key in other.state[its])
 
 
+def test_a_checkpoint_makes_no_copy_on_the_gpu(tmp_path):
+    """Of weights in channels_last the averages are not contiguous: copies of all would be gigabytes at once."""
+    kept = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+
+    class OnGpu:
+        def cpu(self):
+            return kept
+
+        def contiguous(self):
+            raise AssertionError("copied on the GPU")
+
+    parallel.write_share(tmp_path, "optimizer", {"exp_avg": OnGpu()})
+    assert torch.equal(load_file(tmp_path / "optimizer.safetensors")["exp_avg"], kept)
+
+
 def test_what_is_restored_lies_on_the_device_of_its_weight():
     """Counts of steps too, which the fused kernel wants there."""
     weight = torch.empty(3, device="meta")

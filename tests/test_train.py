@@ -35,6 +35,7 @@ def command(tiny_model, photos, class_images, tmp_path):
             "num_workers": 0,
             "max_train_steps": 4,
             "log_every": 1,
+            "keep_checkpoints": True,  # to look into them
             **flags,
         }
         words = []
@@ -141,6 +142,41 @@ def test_checkpoints_kept_and_only_missing_steps_run(command, capsys):
     assert checkpoints(command.work_dir) == {6, 8}
     assert last_json(capsys.readouterr().out)["trained"] == 2
     assert [line["step"] for line in training.read_log(command.work_dir / training.LOG)] == list(range(1, 9))
+
+
+def test_what_only_a_longer_run_needs_goes_with_the_publishing(command, tiny_model, capsys):
+    """Two checkpoints of Stable Diffusion 1.x are 11.8 GB."""
+    flags = {"keep_checkpoints": False, "checkpointing_steps": 2}
+    command(max_train_steps=2, **flags)
+    other = command.work_dir / "checkpoint-000002-best"
+    other.mkdir()  # a person's
+    assert {path.name for path in command.work_dir.iterdir()} == {
+        *("log.jsonl", "run.json", "tensorboard", ".lock", other.name),
+    }
+    assert checkpoint.read_manifest(command.output_dir, deep=True)["step"] == 2
+    before = tree(command.output_dir.parent)
+    command(max_train_steps=2, **flags)
+    assert tree(command.output_dir.parent) == before
+    with pytest.raises(cli.BadInput, match=r"trained for 2 steps.*no checkpoint.*--overwrite.*--keep_checkpoints"):
+        command(max_train_steps=4, **flags)
+    assert tree(command.output_dir.parent) == before
+    command(max_train_steps=4, overwrite=True, keep_checkpoints=True)
+    assert last_json(capsys.readouterr().out) == {"output_dir": str(command.output_dir), "steps": 4, "trained": 4}
+    assert checkpoints(command.work_dir) == {4}
+    command(max_train_steps=4, **flags)  # it was started to keep them
+    assert checkpoints(command.work_dir) == {4}
+
+
+def test_a_kill_before_checkpoints_are_dropped_is_made_up_for(command, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        patch.setattr("driver.drop_checkpoints", lambda work_dir: (_ for _ in ()).throw(RuntimeError("killed")))
+        command(max_train_steps=2, keep_checkpoints=False)
+    assert checkpoints(command.work_dir) == {2} and checkpoint.read_manifest(command.output_dir)
+    with checkpoint.lock(command.work_dir / ".lock"):
+        command(max_train_steps=2, keep_checkpoints=False)  # ends well beside another run in that folder
+    assert checkpoints(command.work_dir) == {2}
+    command(max_train_steps=2, keep_checkpoints=False)
+    assert checkpoints(command.work_dir) == set() and not (command.work_dir / "posteriors").exists()
 
 
 def test_same_command_writes_nothing_and_imports_no_torch(command):

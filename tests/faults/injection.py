@@ -217,6 +217,7 @@ def train(output_dir, **changed):
         "num_workers": 0,
         "max_train_steps": 4,
         "log_every": 1,
+        "keep_checkpoints": True,
     }
     return _command("train.py", **(flags | changed))
 
