@@ -145,7 +145,7 @@ def test_checkpoints_kept_and_only_missing_steps_run(command, capsys):
 
 
 def test_what_only_a_longer_run_needs_goes_with_the_publishing(command, tiny_model, capsys):
-    """Two checkpoints of Stable Diffusion 1.x are 11.8 GB."""
+    """A checkpoint of Stable Diffusion 1.x is 11.8 GB, and two are kept while it trains."""
     flags = {"keep_checkpoints": False, "checkpointing_steps": 2}
     command(max_train_steps=2, **flags)
     other = command.work_dir / "checkpoint-000002-best"
