@@ -24,7 +24,7 @@ import checkpoint
 import cli
 from cli import BadInput, ToolError
 from dataset import check_images, find_images
-from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folder, image_name, read_metadata
+from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folders, image_name, read_metadata
 from encoders import digest_encoder, embed, find_encoder
 from measures import FEWEST_PHOTOS, MEASURES, SMALLEST_SET, measure, nearest
 from model_folder import check_pipeline, digest_model, read_config, read_index
@@ -163,7 +163,7 @@ def read_settings(args, templates, sampler):
 
 
 def model_of(args, model_dir):
-    """Return a model as draw_folder takes it."""
+    """Return a model as draw_folders takes it."""
     model = {"model_dir": model_dir, "checkpoint": None, "mixed_precision": args.mixed_precision}
     return {**model, "safety_checker": not args.no_safety_checker}
 
@@ -206,12 +206,13 @@ def draw_sets(args, prompts, num_class_images, sampler):
         "base": ("images-base", args.base_model_dir, prompts, args.num_samples_per_prompt),
         "class_tuned": ("class-tuned", args.model_dir, [args.class_prompt], num_class_images),
     }
-    drawn, sets = 0, {}
+    jobs, sets = [], {}
     for name, (folder, model_dir, texts, count) in wanted.items():
-        folder, model = Path(args.output_dir) / folder, model_of(args, model_dir)
-        drawn += draw_folder(folder, texts, count, args.seed, model, sampler, args.overwrite, **pool)[0]
+        folder = Path(args.output_dir) / folder
+        jobs.append((folder, texts, count, model_of(args, model_dir)))
         sets[name] = [folder / image_name(text, index) for text in texts for index in range(count)]
-    return drawn, sets
+    drawn = draw_folders(jobs, args.seed, sampler, args.overwrite, **pool)
+    return sum(count for count, _ in drawn), sets
 
 
 def measure_sets(args, sets, texts, encoders):
