@@ -218,8 +218,11 @@ def draw_sets(args, prompts, num_class_images, sampler):
 def measure_sets(args, sets, texts, encoders):
     """Return (measures, {set: [(photo, cosine)]}: the nearest photo of each picture of the subject)."""
     pool = {"num_workers": args.num_workers, **cli.placement(args)}
-    clip = embed(encoders["clip"], sets, texts, **pool)
-    dino = embed(encoders["dino"], sets, **pool) if encoders["dino"] else None
+    jobs = [(encoders["clip"], sets, texts)]
+    if encoders["dino"]:
+        jobs.append((encoders["dino"], sets, ()))
+    clip, *others = embed(jobs, **pool)
+    dino = others[0] if others else None
     each_text = clip["texts"].repeat(args.num_samples_per_prompt, axis=0)
     measures = measure(clip, dino, each_text, args.memorised_above, args.seed)
     subject, photos, found = dino or clip, sets["photos"], {}

@@ -18,6 +18,7 @@ import cli
 import drawing
 import evaluate
 from checkpoint import lock
+from cluster import map_on_actors
 from evaluate import check_family, main, parse_args
 from measures import MEASURES
 
@@ -162,6 +163,28 @@ def test_an_evaluation_and_the_same_again(run, monkeypatch, tmp_path):
     let_nothing_run(monkeypatch)
     assert run() == {**result, "drawn": 0}
     assert tree(tmp_path) == before
+
+
+def test_one_pool_draws_all_sets_and_one_embeds_them(run, finished, monkeypatch, tmp_path):
+    pools = []
+
+    def count(worker_class, options, items, **pool):
+        pools.append((worker_class.__name__, sum(len(item.get("paths", ())) for item in items)))
+        return map_on_actors(worker_class, options, items, **pool)
+
+    for module in ("drawing", "encoders"):
+        monkeypatch.setattr(f"{module}.map_on_actors", count)
+    whole = run()
+    assert pools == [("ImageDrawer", 13), ("Encoders", 2 * 21)]
+    measures = json.loads((finished / "evaluation.json").read_text())["measures"]
+    assert whole["measures"] == measures
+
+    pools.clear()
+    for name in ("class-tuned", "images-base"):
+        shutil.rmtree(tmp_path / "out" / name)
+    (tmp_path / "out" / "evaluation.json").unlink()
+    assert run() == {**whole, "drawn": 9}
+    assert pools == [("ImageDrawer", 9), ("Encoders", 2 * 21)]
 
 
 def test_both_models_draw_the_same_prompts_with_the_same_seeds(run, tmp_path):
@@ -395,12 +418,13 @@ def test_class_images_that_were_drawn_in_another_way_are_noted(run, tiny_model, 
 
 @pytest.mark.ray
 def test_actors_measure_what_this_process_does(run, finished, ray_session, tmp_path):
-    """What they draw here is the class pictures; the others lie there, so that fewer pools start."""
+    """One actor draws the class pictures with one model, then those of the subject with the other."""
     shutil.copytree(finished, tmp_path / "out")
     (tmp_path / "out" / "evaluation.json").unlink()
-    shutil.rmtree(tmp_path / "out" / "class-tuned")
+    for name in ("class-tuned", "images-base"):
+        shutil.rmtree(tmp_path / "out" / name)
     result, here = run(num_workers=1), json.loads((finished / "evaluation.json").read_text())
-    assert result["drawn"] == 5
+    assert result["drawn"] == 9
     for name, found in result["measures"].items():
         for model in ("tuned", "base"):
             assert found[model]["value"] == pytest.approx(here["measures"][name][model]["value"], abs=0.02)
