@@ -304,7 +304,7 @@ def test_another_run_holds_the_folder(run, nothing_runs, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# --fail_under
+# --fail_under and --fail_above
 
 
 def test_a_measure_below_its_limit_fails_the_job(run, nothing_runs, finished, capsys):
@@ -316,9 +316,35 @@ def test_a_measure_below_its_limit_fails_the_job(run, nothing_runs, finished, ca
     run("--fail_under", "subject_dino=-1", output_dir=finished)
 
 
+def test_a_measure_above_its_limit_fails_the_job(run, nothing_runs, finished, capsys):
+    limits = ["--fail_above=memorised=-0.5", "--fail_above=prior_photos=-2", "--fail_above=memorised=1"]
+    said = r"^--fail_above: memorised [0-9.]+ is above -0.5, prior_photos [-0-9.]+ is above -2$"
+    with pytest.raises(cli.ToolError, match=said) as high:
+        run(*limits, output_dir=finished)
+    assert high.value.exit_code == 1
+    assert last_json(capsys.readouterr().out)["measures"]
+    with pytest.raises(cli.ToolError, match=r"^--fail_under: diversity .* is below 3; --fail_above: memorised"):
+        run("--fail_under=diversity=3", limits[0], output_dir=finished)
+    run("--fail_above", "memorised=1", "--fail_above", "prior_photos=1", output_dir=finished)
+
+
 @pytest.mark.parametrize(
-    "text", ["alike=1", "subject_dino", "subject_dino=", "subject_dino=nan", "=1", "memorised=0.5"]
+    ("flag", "text", "said"),
+    [
+        ("--fail_under", "memorised=0.5", "memorised is better when it is low: use --fail_above"),
+        ("--fail_under", "prior_photos", "prior_photos is better when it is low: use --fail_above"),
+        ("--fail_above", "prompt_clip=0.5", "prompt_clip is better when it is high: use --fail_under"),
+        ("--fail_above", "alike=1", "none of prior_photos, memorised"),
+        ("--fail_above", "memorised=inf", "NAME=NUMBER"),
+    ],
 )
+def test_a_limit_under_the_wrong_flag_is_a_usage_error(command, capsys, flag, text, said):
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(command(flag, text))
+    assert exit_.value.code == 2 and f"{flag}: " in (error := capsys.readouterr().err) and said in error
+
+
+@pytest.mark.parametrize("text", ["alike=1", "subject_dino", "subject_dino=", "subject_dino=nan", "=1"])
 def test_a_wrong_limit_is_a_usage_error(command, capsys, text):
     with pytest.raises(SystemExit) as exit_:
         parse_args(command("--fail_under", text))
