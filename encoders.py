@@ -13,6 +13,7 @@ from cli import BadInput, CheckFailed, Progress, TryAgain
 from cluster import map_on_actors
 from dataset import read_image
 from model_folder import Config, check_safetensors, check_vocabulary, find_vocabulary, read_json_file
+from utils import no_gc
 
 FILES = ("*.json", "*.txt", "*.safetensors")
 ENCODE_BATCH = 16  # pictures, or texts, that an encoder takes at a time
@@ -202,22 +203,46 @@ def load_processor(model_dir, is_clip, config):
     return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side}, **usual)
 
 
-def embed(folder, sets, texts=(), **pool):
-    """Return {name: embeddings [N, D]} of sets of pictures {name: [paths]}, and of `texts` as "texts".
+class Encoders:
+    """Embeds with several encoders, each loaded at its first item and kept: the work of one actor."""
 
-    folder: of the encoder; pool: num_workers and the like, of map_on_actors. Raises CheckFailed for one not finite.
+    def __init__(self, num_threads=None):
+        self.num_threads, self.encoders = num_threads, {}
+
+    def __call__(self, item):
+        """Return what the encoder in the folder item["encoder"] makes of an item, with the item's "job"."""
+        folder = item["encoder"]
+        if folder not in self.encoders:
+            with no_gc():
+                self.encoders[folder] = Encoder(folder, self.num_threads)
+        return {"job": item["job"], **self.encoders[folder](item)}
+
+
+def embed(jobs, **pool):
+    """Embed with one pool of actors, whatever the encoders; return {name: embeddings [N, D]} of each job.
+
+    jobs: (folder of an encoder, sets of pictures {name: [paths]}, texts, which are embedded as "texts") each.
+    pool: num_workers and the like, of map_on_actors. Raises CheckFailed for an embedding that is not finite.
     """
     items = [
-        {"name": name, "start": start, kind: [str(each) for each in contents[start : start + ENCODE_BATCH]]}
+        {"job": job, "encoder": folder, "name": name, "start": start}
+        | {kind: [str(each) for each in contents[start : start + ENCODE_BATCH]]}
+        for job, (folder, sets, texts) in enumerate(jobs)
         for kind, named in (("paths", sets), ("texts", {"texts": list(texts)}))
         for name, contents in named.items()
         for start in range(0, len(contents), ENCODE_BATCH)
     ]
-    found = {}
-    with Progress("embed", sum(map(len, sets.values())) + len(texts), "pictures and prompts") as progress:
-        for result in map_on_actors(Encoder, {"model_dir": folder}, items, **pool):
-            found[result["name"], result["start"]] = result["embeds"]
+    found = [{} for _ in jobs]
+    total = sum(sum(map(len, sets.values())) + len(texts) for _, sets, texts in jobs)
+    with Progress("embed", total, "pictures and prompts") as progress:
+        for result in map_on_actors(Encoders, {}, items, **pool):
+            found[result["job"]][result["name"], result["start"]] = result["embeds"]
             progress.update(len(result["embeds"]))
+    return [_join(folder, parts) for (folder, _, _), parts in zip(jobs, found, strict=True)]
+
+
+def _join(folder, found):
+    """Return {name: embeddings [N, D]} of {(name, start): a part of them}, those of the encoder in `folder`."""
     embeds = {}
     for name, start in sorted(found):
         if not np.isfinite(found[name, start]).all():

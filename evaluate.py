@@ -12,10 +12,12 @@ from its data set (CC-BY 4.0).
         --clip_model models/emoji-clip --dino_model none --output_dir data/evaluation
     python evaluate.py --model_dir TUNED --base_model_dir MODEL --instance_images_dir photos \\
         --class_images_dir data/reg --instance_prompt "photo of unqtkn dog" --class_prompt "photo of a dog" \\
-        --prompts_file prompts/living.txt --output_dir data/evaluation --fail_under subject_dino=0.5
+        --prompts_file prompts/living.txt --output_dir data/evaluation \\
+        --fail_under subject_dino=0.5 --fail_above memorised=0.1
 """
 
 import argparse
+import functools
 import math
 import sys
 from pathlib import Path
@@ -24,7 +26,7 @@ import checkpoint
 import cli
 from cli import BadInput, ToolError
 from dataset import check_images, find_images
-from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folder, image_name, read_metadata
+from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folders, image_name, read_metadata
 from encoders import digest_encoder, embed, find_encoder
 from measures import FEWEST_PHOTOS, MEASURES, SMALLEST_SET, measure, nearest
 from model_folder import check_pipeline, digest_model, read_config, read_index
@@ -32,6 +34,7 @@ from report import write_report
 from subject import find_subject, read_templates
 
 RESULT, REPORT = "evaluation.json", "report.html"
+LIMITS = {"high": "--fail_under", "low": "--fail_above"}  # of the measures that are better high, or low
 FAMILY = {  # what decides whether the weights of two models fit each other
     "unet": ("in_channels", "block_out_channels", "down_block_types", "layers_per_block", "cross_attention_dim"),
     "text_encoder": ("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"),
@@ -53,9 +56,11 @@ def parse_args(argv=None):
     group.add_argument("--clip_model", default="openai/clip-vit-base-patch32", help="CLIP: a hub name or a folder")
     group.add_argument("--dino_model", default="facebook/dino-vits16", help="the same of DINO; none leaves it out")
     group.add_argument("--memorised_above", type=cli.fraction, default=0.95, help="cosine with a photo that counts")
-    group.add_argument(
-        "--fail_under", type=_limit, action="append", default=[], metavar="NAME=VALUE", help="exit 1 below; repeatable"
-    )
+    for better, flag in LIMITS.items():
+        names = ", ".join(name for name, each in MEASURES.items() if each.better == better)
+        help_text = f"exit 1 where the tuned model's NAME is {flag.split('_')[1]} VALUE; may be repeated; NAME: {names}"
+        limit = functools.partial(_limit, better)
+        group.add_argument(flag, type=limit, action="append", default=[], metavar="NAME=VALUE", help=help_text)
     group = cli.add_shared_flags(parser)
     group.add_argument("--batch_size", type=cli.positive_int, default=4, help="images an actor draws at a time")
     group.add_argument("--num_workers", type=cli.pool_size, help="actors: N, MIN:MAX, or 0 for this process")
@@ -94,10 +99,13 @@ def _add_picture_flags(parser):
     add_sampler_flags(group)
 
 
-def _limit(text):
-    """Parse NAME=VALUE of a measure that is better when it is high."""
+def _limit(better, text):
+    """Parse NAME=VALUE of a measure that is better when it is `better`, high or low."""
     name, _, value = text.partition("=")
-    names = [name for name, each in MEASURES.items() if each.better == "high"]
+    names = [name for name, each in MEASURES.items() if each.better == better]
+    if name in MEASURES and name not in names:
+        other = MEASURES[name].better
+        raise argparse.ArgumentTypeError(f"{name} is better when it is {other}: use {LIMITS[other]}")
     if name not in names:
         raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(names)}")
     try:
@@ -163,7 +171,7 @@ def read_settings(args, templates, sampler):
 
 
 def model_of(args, model_dir):
-    """Return a model as draw_folder takes it."""
+    """Return a model as draw_folders takes it."""
     model = {"model_dir": model_dir, "checkpoint": None, "mixed_precision": args.mixed_precision}
     return {**model, "safety_checker": not args.no_safety_checker}
 
@@ -206,19 +214,23 @@ def draw_sets(args, prompts, num_class_images, sampler):
         "base": ("images-base", args.base_model_dir, prompts, args.num_samples_per_prompt),
         "class_tuned": ("class-tuned", args.model_dir, [args.class_prompt], num_class_images),
     }
-    drawn, sets = 0, {}
+    jobs, sets = [], {}
     for name, (folder, model_dir, texts, count) in wanted.items():
-        folder, model = Path(args.output_dir) / folder, model_of(args, model_dir)
-        drawn += draw_folder(folder, texts, count, args.seed, model, sampler, args.overwrite, **pool)[0]
+        folder = Path(args.output_dir) / folder
+        jobs.append((folder, texts, count, model_of(args, model_dir)))
         sets[name] = [folder / image_name(text, index) for text in texts for index in range(count)]
-    return drawn, sets
+    drawn = draw_folders(jobs, args.seed, sampler, args.overwrite, **pool)
+    return sum(count for count, _ in drawn), sets
 
 
 def measure_sets(args, sets, texts, encoders):
     """Return (measures, {set: [(photo, cosine)]}: the nearest photo of each picture of the subject)."""
     pool = {"num_workers": args.num_workers, **cli.placement(args)}
-    clip = embed(encoders["clip"], sets, texts, **pool)
-    dino = embed(encoders["dino"], sets, **pool) if encoders["dino"] else None
+    jobs = [(encoders["clip"], sets, texts)]
+    if encoders["dino"]:
+        jobs.append((encoders["dino"], sets, ()))
+    clip, *others = embed(jobs, **pool)
+    dino = others[0] if others else None
     each_text = clip["texts"].repeat(args.num_samples_per_prompt, axis=0)
     measures = measure(clip, dino, each_text, args.memorised_above, args.seed)
     subject, photos, found = dino or clip, sets["photos"], {}
@@ -261,15 +273,14 @@ def evaluate(args, settings, encoders, templates, subject, class_name, sampler):
     return evaluation
 
 
-def check_limits(limits, measures):
-    """Raise ToolError naming each measure of the tuned model that is below its limit."""
-    low = [
-        f"{name} {measures[name]['tuned']['value']:.4g} is below {limit:g}"
-        for name, limit in limits
-        if measures[name]["tuned"]["value"] < limit
-    ]
-    if low:
-        raise ToolError(f"--fail_under: {', '.join(low)}")
+def check_limits(fail_under, fail_above, measures):
+    """Raise ToolError naming each measure of the tuned model that is on the wrong side of its limit."""
+    values = {name: found["tuned"]["value"] for name, found in measures.items() if found}
+    low = [f"{name} {values[name]:.4g} is below {limit:g}" for name, limit in fail_under if values[name] < limit]
+    high = [f"{name} {values[name]:.4g} is above {limit:g}" for name, limit in fail_above if values[name] > limit]
+    missed = [f"{flag}: {', '.join(each)}" for flag, each in zip(LIMITS.values(), (low, high), strict=True) if each]
+    if missed:
+        raise ToolError("; ".join(missed))
 
 
 def main(args):
@@ -289,7 +300,7 @@ def main(args):
         evaluation["drawn"] = 0
     shown = {name: value for name, value in evaluation.items() if name not in ("settings", "details")}
     cli.print_result(**shown)
-    check_limits(args.fail_under, evaluation["measures"])
+    check_limits(args.fail_under, args.fail_above, evaluation["measures"])
 
 
 if __name__ == "__main__":

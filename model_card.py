@@ -30,7 +30,8 @@ def publish_pipeline(config, step, device, weights, prompts, card):
         for prompt in dict.fromkeys(prompts):  # those of one prompt at once
             numbers = [number for number, each in enumerate(prompts) if each == prompt]
             seeds = [image_seed(config["seed"], number) for number in numbers]
-            for number, image, flag in zip(numbers, *draw_images(pipeline, prompt, seeds, **sampler), strict=True):
+            drawn = draw_images(pipeline, [prompt] * len(seeds), seeds, **sampler)
+            for number, image, flag in zip(numbers, *drawn, strict=True):
                 if not flag:
                     image.save(beside / "samples" / f"{number}.png")
         shutil.copy(Path(config["work_dir"]) / LOG, beside / "training_log.jsonl")

@@ -173,8 +173,8 @@ def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True, module
     return pipeline
 
 
-def draw_images(pipeline, prompt, seeds, sampler="model", **options):
-    """Return (PIL images, whether the safety checker flagged each) of one prompt, an image a seed, in one batch.
+def draw_images(pipeline, prompts, seeds, sampler="model", **options):
+    """Return (PIL images, whether the safety checker flagged each), drawn in one batch; prompts, seeds: of each image.
 
     sampler: `model`, the scheduler that the pipeline has, or `dpm++`, DPM-Solver++ of second order (arXiv 2211.01095)
     on the same noise schedule, which needs half the steps or fewer.
@@ -182,6 +182,7 @@ def draw_images(pipeline, prompt, seeds, sampler="model", **options):
     import torch
 
     count = len(seeds)
+    assert len(prompts) == count, f"{len(prompts)} prompts of {count} images"
     negative_prompt = options.pop("negative_prompt", "") or None
     own = getattr(pipeline, "scheduler", None)
     if sampler == "dpm++":
@@ -191,7 +192,7 @@ def draw_images(pipeline, prompt, seeds, sampler="model", **options):
     try:
         with torch.inference_mode():
             output = pipeline(
-                [prompt] * count,
+                prompts,
                 negative_prompt=negative_prompt and [negative_prompt] * count,
                 generator=[torch.Generator().manual_seed(seed) for seed in seeds],
                 **options,

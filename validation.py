@@ -75,7 +75,8 @@ class Painter:
             for i, prompt in enumerate(config["validation_prompts"]):
                 if stop_asked(config):
                     return False
-                for j, image in enumerate(draw_images(pipeline, prompt, seeds, **sampler_of(config))[0]):
+                images, _ = draw_images(pipeline, [prompt] * len(seeds), seeds, **sampler_of(config))
+                for j, image in enumerate(images):
                     image.save(folder / f"{i}-{j}.png")
         return True
 

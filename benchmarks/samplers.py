@@ -37,7 +37,7 @@ def draw(pipeline, args, prompt, sampler, steps):
     for first in range(0, len(seeds), args.batch_size):
         batch = seeds[first : first + args.batch_size]
         options = {"sampler": sampler, "num_inference_steps": steps, "guidance_scale": args.guidance_scale}
-        images += draw_images(pipeline, prompt, batch, **options)[0]
+        images += draw_images(pipeline, [prompt] * len(batch), batch, **options)[0]
     return np.stack([np.asarray(image) for image in images]), (time.perf_counter() - start) / len(seeds)
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,39 @@ def power_cut(monkeypatch):
             yield
 
     return cut
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Replace the pipeline by noise that depends on prompt and seed; give the list of (prompts, seeds) that were drawn.
+
+    `drawn.flag` says which seeds the safety checker flags, `drawn.fail_at` at which call the drawing fails.
+    """
+    import utils
+
+    class Calls(list):
+        flag = staticmethod(lambda seed: False)
+        fail_at = None
+
+    class Pipeline:
+        def to(self, device):
+            return self
+
+    calls = Calls()
+
+    def draw_images(pipeline, prompts, seeds, **sampler):
+        if len(calls) == calls.fail_at:
+            raise OSError(28, "No space left on device", "x.png")
+        calls.append((list(prompts), list(seeds)))
+        images = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            rng = np.random.default_rng([seed, zlib.crc32(json.dumps([prompt, sampler], sort_keys=True).encode())])
+            images.append(Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)))
+        return images, [calls.flag(seed) for seed in seeds]
+
+    monkeypatch.setattr(utils, "load_pipeline", lambda *args, **options: Pipeline())
+    monkeypatch.setattr(utils, "draw_images", draw_images)
+    return calls
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ from huggingface_hub import errors
 
 import cli
 import encoders
-from encoders import Encoder, digest_encoder, embed, find_encoder
+from cluster import map_on_actors
+from encoders import Encoder, digest_encoder, find_encoder
 
 NAME = "someone/encoder"
 REQUEST = httpx2.Request("GET", "https://hub")
@@ -54,6 +55,11 @@ def make_tiny_dino(folder):
     config = ViTConfig(**size, image_size=16, patch_size=8)
     ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
     return folder
+
+
+def embed(folder, sets, texts=(), **pool):
+    """Return what one encoder makes of pictures and texts."""
+    return encoders.embed([(folder, sets, texts)], **pool)[0]
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +279,32 @@ def test_a_vector_depends_on_its_own_picture_or_text_alone(clip, dino, tmp_path,
         assert whole.keys() == parts.keys()
         assert all(np.allclose(whole[name], parts[name], atol=1e-5) for name in whole)
         monkeypatch.undo()
+
+
+def test_one_pool_embeds_with_all_encoders(clip, dino, tmp_path, monkeypatch):
+    """Each is loaded once, and gives the numbers that it gives alone."""
+    paths = sorted(make_photos(tmp_path / "photos", 5).glob("*.png"))
+    sets, texts = {"some": paths[:3], "others": paths[3:]}, ["a cat", "a dog in the snow"]
+    monkeypatch.setattr(encoders, "ENCODE_BATCH", 2)
+    jobs = [(str(clip), sets, texts), (str(dino), sets, ()), (str(clip), {"some": paths}, ())]
+    expected = [embed(*job, num_workers=0) for job in jobs]
+    pools, loaded, load = [], [], Encoder.__init__
+
+    def count(*args, **pool):
+        pools.append(args)
+        return map_on_actors(*args, **pool)
+
+    def count_load(self, folder, num_threads=None):
+        loaded.append(folder)
+        load(self, folder, num_threads)
+
+    monkeypatch.setattr(encoders, "map_on_actors", count)
+    monkeypatch.setattr(Encoder, "__init__", count_load)
+    found = encoders.embed(jobs, num_workers=0)
+    assert len(pools) == 1 and loaded == [str(clip), str(dino)]
+    for ours, alone in zip(found, expected, strict=True):
+        assert ours.keys() == alone.keys()
+        assert all(np.array_equal(ours[name], alone[name]) for name in alone)
 
 
 def test_dino_takes_the_class_token_and_its_own_mean_and_std(dino, photos):

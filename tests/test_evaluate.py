@@ -18,6 +18,7 @@ import cli
 import drawing
 import evaluate
 from checkpoint import lock
+from cluster import map_on_actors
 from evaluate import check_family, main, parse_args
 from measures import MEASURES
 
@@ -164,6 +165,28 @@ def test_an_evaluation_and_the_same_again(run, monkeypatch, tmp_path):
     assert tree(tmp_path) == before
 
 
+def test_one_pool_draws_all_sets_and_one_embeds_them(run, finished, monkeypatch, tmp_path):
+    pools = []
+
+    def count(worker_class, options, items, **pool):
+        pools.append((worker_class.__name__, sum(len(item.get("paths", ())) for item in items)))
+        return map_on_actors(worker_class, options, items, **pool)
+
+    for module in ("drawing", "encoders"):
+        monkeypatch.setattr(f"{module}.map_on_actors", count)
+    whole = run()
+    assert pools == [("ImageDrawer", 13), ("Encoders", 2 * 21)]
+    measures = json.loads((finished / "evaluation.json").read_text())["measures"]
+    assert whole["measures"] == measures
+
+    pools.clear()
+    for name in ("class-tuned", "images-base"):
+        shutil.rmtree(tmp_path / "out" / name)
+    (tmp_path / "out" / "evaluation.json").unlink()
+    assert run() == {**whole, "drawn": 9}
+    assert pools == [("ImageDrawer", 9), ("Encoders", 2 * 21)]
+
+
 def test_both_models_draw_the_same_prompts_with_the_same_seeds(run, tmp_path):
     run(dino_model="none")
     drawn = {}
@@ -281,7 +304,7 @@ def test_another_run_holds_the_folder(run, nothing_runs, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# --fail_under
+# --fail_under and --fail_above
 
 
 def test_a_measure_below_its_limit_fails_the_job(run, nothing_runs, finished, capsys):
@@ -293,9 +316,35 @@ def test_a_measure_below_its_limit_fails_the_job(run, nothing_runs, finished, ca
     run("--fail_under", "subject_dino=-1", output_dir=finished)
 
 
+def test_a_measure_above_its_limit_fails_the_job(run, nothing_runs, finished, capsys):
+    limits = ["--fail_above=memorised=-0.5", "--fail_above=prior_photos=-2", "--fail_above=memorised=1"]
+    said = r"^--fail_above: memorised [0-9.]+ is above -0.5, prior_photos [-0-9.]+ is above -2$"
+    with pytest.raises(cli.ToolError, match=said) as high:
+        run(*limits, output_dir=finished)
+    assert high.value.exit_code == 1
+    assert last_json(capsys.readouterr().out)["measures"]
+    with pytest.raises(cli.ToolError, match=r"^--fail_under: diversity .* is below 3; --fail_above: memorised"):
+        run("--fail_under=diversity=3", limits[0], output_dir=finished)
+    run("--fail_above", "memorised=1", "--fail_above", "prior_photos=1", output_dir=finished)
+
+
 @pytest.mark.parametrize(
-    "text", ["alike=1", "subject_dino", "subject_dino=", "subject_dino=nan", "=1", "memorised=0.5"]
+    ("flag", "text", "said"),
+    [
+        ("--fail_under", "memorised=0.5", "memorised is better when it is low: use --fail_above"),
+        ("--fail_under", "prior_photos", "prior_photos is better when it is low: use --fail_above"),
+        ("--fail_above", "prompt_clip=0.5", "prompt_clip is better when it is high: use --fail_under"),
+        ("--fail_above", "alike=1", "none of prior_photos, memorised"),
+        ("--fail_above", "memorised=inf", "NAME=NUMBER"),
+    ],
 )
+def test_a_limit_under_the_wrong_flag_is_a_usage_error(command, capsys, flag, text, said):
+    with pytest.raises(SystemExit) as exit_:
+        parse_args(command(flag, text))
+    assert exit_.value.code == 2 and f"{flag}: " in (error := capsys.readouterr().err) and said in error
+
+
+@pytest.mark.parametrize("text", ["alike=1", "subject_dino", "subject_dino=", "subject_dino=nan", "=1"])
 def test_a_wrong_limit_is_a_usage_error(command, capsys, text):
     with pytest.raises(SystemExit) as exit_:
         parse_args(command("--fail_under", text))
@@ -395,12 +444,13 @@ def test_class_images_that_were_drawn_in_another_way_are_noted(run, tiny_model, 
 
 @pytest.mark.ray
 def test_actors_measure_what_this_process_does(run, finished, ray_session, tmp_path):
-    """What they draw here is the class pictures; the others lie there, so that fewer pools start."""
+    """One actor draws the class pictures with one model, then those of the subject with the other."""
     shutil.copytree(finished, tmp_path / "out")
     (tmp_path / "out" / "evaluation.json").unlink()
-    shutil.rmtree(tmp_path / "out" / "class-tuned")
+    for name in ("class-tuned", "images-base"):
+        shutil.rmtree(tmp_path / "out" / name)
     result, here = run(num_workers=1), json.loads((finished / "evaluation.json").read_text())
-    assert result["drawn"] == 5
+    assert result["drawn"] == 9
     for name, found in result["measures"].items():
         for model in ("tuned", "base"):
             assert found[model]["value"] == pytest.approx(here["measures"][name][model]["value"], abs=0.02)

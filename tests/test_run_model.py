@@ -20,7 +20,7 @@ import drawing
 import run_model
 import utils
 from checkpoint import lock, sha256_file
-from drawing import MAX_REDRAWS, ImageDrawer, image_name, make_items
+from drawing import MAX_REDRAWS, SAMPLER, ImageDrawer, image_name, make_items
 from utils import image_seed
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}-\d{5}\.png")
@@ -51,36 +51,6 @@ def draw(tiny_model, tmp_path, capsys):
         return last_json(capsys.readouterr().out)
 
     return call
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """Replace the pipeline by noise that depends on prompt and seed; the list of (prompt, seeds) that it was asked for.
-
-    `drawn.flag` says which seeds the safety checker flags, `drawn.fail_at` at which call the drawing fails.
-    """
-
-    class Calls(list):
-        flag = staticmethod(lambda seed: False)
-        fail_at = None
-
-    class Pipeline:
-        def to(self, device):
-            return self
-
-    calls = Calls()
-
-    def draw_images(pipeline, prompt, seeds, **sampler):
-        if len(calls) == calls.fail_at:
-            raise OSError(28, "No space left on device", "x.png")
-        calls.append((prompt, list(seeds)))
-        key = zlib.crc32(json.dumps([prompt, sampler], sort_keys=True).encode())
-        pixels = [np.random.default_rng([seed, key]).integers(0, 256, (16, 16, 3), dtype=np.uint8) for seed in seeds]
-        return [Image.fromarray(one) for one in pixels], [calls.flag(seed) for seed in seeds]
-
-    monkeypatch.setattr(utils, "load_pipeline", lambda *args, **options: Pipeline())
-    monkeypatch.setattr(utils, "draw_images", draw_images)
-    return calls
 
 
 def images_of(folder):
@@ -148,8 +118,7 @@ def test_odd_prompts_stay_inside_the_folder(draw, drawn, tmp_path):
 
 def test_commas_are_part_of_a_prompt(draw, drawn):
     draw("--num_samples_per_prompt", 3, prompts=["a cat, a dog, and a bird"])
-    assert [prompt for prompt, _ in drawn] == ["a cat, a dog, and a bird"]
-    assert len(drawn[0][1]) == 3
+    assert [prompts for prompts, _ in drawn] == [["a cat, a dog, and a bird"] * 3]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +129,7 @@ def test_a_prompts_file_has_a_prompt_a_line(draw, drawn, tmp_path):
     text = "\ufeffa cat\r\n\r\n  a dog, sitting  \r\na cat\r\n\n犬\n"
     (tmp_path / "prompts.txt").write_bytes(text.encode())
     draw("--num_samples_per_prompt", 1, "--prompts_file", tmp_path / "prompts.txt", prompts=["a bird", "a cat"])
-    assert [prompt for prompt, _ in drawn] == ["a bird", "a cat", "a dog, sitting", "犬"]
+    assert [prompts for prompts, _ in drawn] == [["a bird", "a cat", "a dog, sitting", "犬"]]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n\t\n", b"\xef\xbb\xbf", b"caf\xe9\n", None])
@@ -222,15 +191,30 @@ def test_bad_input_leaves_no_folder(draw, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
-def test_one_prompt_is_many_items():
-    """So that it keeps all actors busy; an item holds one prompt's images alone."""
-    missing = {f"{text}{index}": {"text": text, "index": index} for index in range(5) for text in ("a", "b")}
-    items = make_items(missing, 2)
-    assert [item["names"] for item in items] == [
-        ["a0", "a1"], ["a2", "a3"], ["a4"], ["b0", "b1"], ["b2", "b3"], ["b4"]
+def test_items_are_of_one_model_and_sampler_not_of_one_prompt():
+    """Those of a model in a row; a prompt of many images is many items, so that it keeps all actors busy."""
+    sampler = dict.fromkeys(SAMPLER)
+    images = [
+        (f"{model}{steps}{text}{i}", {"model_dir": model}, {**sampler, "text": text, "num_inference_steps": steps})
+        for steps in (5, 6)
+        for model in "AB"
+        for text in "xy"
+        for i in range(1 + (steps == 6))
+    ]
+    items = make_items(images, 3)
+    assert [item["paths"] for item in items] == [
+        ["A5x0", "A5y0"], ["A6x0", "A6x1", "A6y0"], ["A6y1"], ["B5x0", "B5y0"], ["B6x0", "B6x1", "B6y0"], ["B6y1"]
     ]  # fmt: skip
-    assert all(missing[name] == record for item in items for name, record in zip(*item.values(), strict=True))
+    found = [each for item in items for each in zip(item["paths"], item["records"], strict=True)]
+    assert dict(found) == {path: record for path, _, record in images} and len(found) == len(images)
+    assert all(item["model"]["model_dir"] == path[0] for item in items for path in item["paths"])
     assert json.loads(json.dumps(items)) == items
+
+
+def test_prompts_share_batches(draw, drawn):
+    prompts = [f"a cat, the {number}th" for number in range(8)]
+    draw("--num_samples_per_prompt", 1, "--batch_size", 4, prompts=prompts)
+    assert drawn == [(prompts[:4], [image_seed(0, 0)] * 4), (prompts[4:], [image_seed(0, 0)] * 4)]
 
 
 @pytest.mark.parametrize(("text", "size"), [("3", 3), ("1:4", (1, 4))])
@@ -287,10 +271,29 @@ def test_an_image_does_not_depend_on_the_order(reference, tiny_model, tmp_path):
         for _, record in sorted(records_of(reference).items())
     ]
     (tmp_path / "out").mkdir()
-    drawer = ImageDrawer(str(tiny_model), None, str(tmp_path / "out"), "auto", True)
+    drawer = ImageDrawer()
+    model = {"model_dir": str(tiny_model), "checkpoint": None, "mixed_precision": "auto", "safety_checker": True}
     for batch in (records[4:2:-1], records[2::-1]):
-        drawer({"names": [image_name("a cat", record["index"]) for record in batch], "records": batch})
+        paths = [str(tmp_path / "out" / image_name("a cat", record["index"])) for record in batch]
+        drawer({"model": model, "paths": paths, "records": batch})
     assert_same_images(tmp_path / "out", reference)
+
+
+def test_an_image_does_not_depend_on_the_prompts_beside_it(draw, tmp_path, monkeypatch):
+    """Of another length, and with a negative prompt and guidance: one batch of all against batches of one."""
+    prompts = ["a", "a cat", "a dog sits in the snow, 7", "9, " * 20]
+    flags = ["--negative_prompt", "grey, blurred", "--guidance_scale", 30, "--num_samples_per_prompt", 2]
+    sizes, draw_images = [], utils.draw_images
+    monkeypatch.setattr(
+        utils, "draw_images", lambda *args, **sampler: sizes.append(len(args[2])) or draw_images(*args, **sampler)
+    )
+    for size in (8, 1):
+        draw(*flags, "--batch_size", size, prompts=prompts, folder=tmp_path / str(size), steps=3)
+    assert sizes == [8] + [1] * 8
+    assert_same_images(tmp_path / "8", tmp_path / "1", count=8)
+    images = [pixels_of(tmp_path / "8")[image_name(prompt.strip(), 0)] for prompt in prompts]
+    for first in range(4):  # the prompts matter: these have the same seed
+        assert all(np.abs(images[first] - images[second]).max() > 4 for second in range(first))
 
 
 def test_another_seed_or_prompt_or_setting_gives_other_images(reference, tiny_model, tmp_path):
@@ -505,9 +508,10 @@ def test_more_samples_and_prompts_keep_the_earlier(draw, drawn, tmp_path):
     drawn.clear()
     result = draw("--num_samples_per_prompt", 5, prompts=["a dog", "a cat"])
     assert (result["drawn"], result["images"]) == (8, 10)
-    assert sorted(seeds for _, seeds in drawn) == sorted(
-        [[image_seed(0, i) for i in range(4)], [image_seed(0, 4)], [image_seed(0, i) for i in range(2, 5)]]
-    )
+    assert [seeds for _, seeds in drawn] == [
+        [image_seed(0, index) for index in indexes] for indexes in ((0, 1, 2, 3), (4, 2, 3, 4))
+    ]
+    assert [prompts for prompts, _ in drawn] == [["a dog"] * 4, ["a dog", *["a cat"] * 3]]
     after = tree(tmp_path / "out")
     assert all(after[name] == before[name] for name in before if name.endswith(".png"))
     assert len(records_of(tmp_path / "out")) == 10 and after["notes.txt"][0] == b"mine"
@@ -573,6 +577,19 @@ def test_a_flagged_image_is_redrawn_with_the_next_seed(draw, drawn, tmp_path):
         assert (pixels_of(tmp_path / "out")[record["file_name"]] == expected).all()
     drawn.clear()
     assert draw("--num_samples_per_prompt", 4)["drawn"] == 0 and drawn == []
+
+
+def test_flagged_images_of_a_batch_are_redrawn_with_their_own_prompts(draw, drawn, tmp_path):
+    drawn.flag = {image_seed(0, 1)}.__contains__
+    assert draw("--num_samples_per_prompt", 2, prompts=["a cat", "a dog"])["drawn"] == 4
+    assert drawn == [
+        (["a cat", "a cat", "a dog", "a dog"], [image_seed(0, 0), image_seed(0, 1)] * 2),
+        (["a cat", "a dog"], [image_seed(0, 1, 1)] * 2),
+    ]
+    records = records_of(tmp_path / "out")
+    for prompt in ("a cat", "a dog"):
+        assert [records[image_name(prompt, index)]["redraws"] for index in (0, 1)] == [0, 1]
+        assert records[image_name(prompt, 1)]["text"] == prompt
 
 
 def test_an_image_that_is_always_flagged_is_an_error(draw, drawn, tmp_path):

@@ -442,13 +442,15 @@ def test_images_are_drawn_in_one_batch_from_their_seeds():
         calls.append((prompts, negative_prompt, [g.initial_seed() for g in generator], sampler))
         return SimpleNamespace(images=["first", "second"], nsfw_content_detected=[False, True])
 
-    found = draw_images(pipeline, "a, b", [3, 4], negative_prompt="", num_inference_steps=2)
+    found = draw_images(pipeline, ["a, b", "c"], [3, 4], negative_prompt="", num_inference_steps=2)
     assert found == (["first", "second"], [False, True])
-    draw_images(pipeline, "a, b", [3, 4], negative_prompt="blurred")
+    draw_images(pipeline, ["a, b"] * 2, [3, 4], negative_prompt="blurred")
     assert calls == [
-        (["a, b"] * 2, None, [3, 4], {"num_inference_steps": 2}),
+        (["a, b", "c"], None, [3, 4], {"num_inference_steps": 2}),
         (["a, b"] * 2, ["blurred"] * 2, [3, 4], {}),
     ]
+    with pytest.raises(AssertionError, match="2 prompts of 1 images"):
+        draw_images(pipeline, ["a", "b"], [3])
 
 
 def test_dpm_solver_draws_as_diffusers_does_and_gives_the_scheduler_back(tiny_model):
@@ -457,13 +459,13 @@ def test_dpm_solver_draws_as_diffusers_does_and_gives_the_scheduler_back(tiny_mo
     pipeline = utils.load_pipeline(tiny_model, torch.float32)
     own = pipeline.scheduler
     sampler = {"num_inference_steps": 3, "guidance_scale": 2.0}
-    found = np.asarray(draw_images(pipeline, "a cat", [5], sampler="dpm++", **sampler)[0][0])
+    found = np.asarray(draw_images(pipeline, ["a cat"], [5], sampler="dpm++", **sampler)[0][0])
     assert pipeline.scheduler is own
     pipeline.scheduler = DPMSolverMultistepScheduler.from_config(own.config)
     expected = pipeline("a cat", generator=torch.Generator().manual_seed(5), **sampler).images[0]
     assert np.array_equal(found, np.asarray(expected))
     pipeline.scheduler = own
-    assert not np.array_equal(found, np.asarray(draw_images(pipeline, "a cat", [5], **sampler)[0][0]))
+    assert not np.array_equal(found, np.asarray(draw_images(pipeline, ["a cat"], [5], **sampler)[0][0]))
 
 
 def test_the_scheduler_comes_back_after_an_error():
@@ -478,7 +480,7 @@ def test_the_scheduler_comes_back_after_an_error():
 
     pipeline = Pipeline()
     with pytest.raises(KeyError):
-        draw_images(pipeline, "a cat", [5], sampler="dpm++")
+        draw_images(pipeline, ["a cat"], [5], sampler="dpm++")
     assert pipeline.scheduler is pipeline.own
 
 
@@ -486,4 +488,4 @@ def test_the_scheduler_comes_back_after_an_error():
     "output", [SimpleNamespace(images=[1, 2]), SimpleNamespace(images=[1, 2], nsfw_content_detected=None)]
 )
 def test_without_a_safety_checker_nothing_is_flagged(output):
-    assert draw_images(lambda *args, **options: output, "a", [1, 2]) == ([1, 2], [False, False])
+    assert draw_images(lambda *args, **options: output, ["a"] * 2, [1, 2]) == ([1, 2], [False, False])

@@ -46,7 +46,7 @@ def test_a_row_is_what_the_weights_of_its_step_draw(command, tiny_model):  # noq
         pipeline = load_pipeline(str(tiny_model), torch.float32, weights, safety_checker=False)
         sampler = {"num_inference_steps": 2, "guidance_scale": 7.5, "height": 16, "width": 16}
         seeds = [image_seed(0, index) for index in range(2)]
-        expected = [np.asarray(image) for image in draw_images(pipeline, PROMPT, seeds, **sampler)[0]]
+        expected = [np.asarray(image) for image in draw_images(pipeline, [PROMPT] * len(seeds), seeds, **sampler)[0]]
         for image, other in zip(drawn[step], expected, strict=True):
             assert np.abs(image.astype(int) - other.astype(int)).max() <= 1
 

@@ -78,7 +78,7 @@ def draw_prompts(pipeline, prompts, seed, **sampler):
     images = []
     with cli.Progress("draw", len(prompts), "images") as progress:
         for index, prompt in enumerate(prompts):
-            images += draw_images(pipeline, prompt, [image_seed(seed, index)], **sampler)[0]
+            images += draw_images(pipeline, [prompt], [image_seed(seed, index)], **sampler)[0]
             progress.update(1)
     return images
 
