@@ -77,8 +77,10 @@ def save_tiny_model(folder):
     )
     parts = [vae, *make_text_parts(), unet, scheduler, *make_safety_parts()]
     diffusers.StableDiffusionPipeline(*parts).save_pretrained(folder)
-    index = Path(folder, "model_index.json")
-    index.write_text(index.read_text().replace("CLIPImageProcessor", "CLIPFeatureExtractor"))  # as it was called
+    path = Path(folder, "model_index.json")
+    index = json.loads(path.read_text())
+    index["feature_extractor"] = ["transformers", "CLIPFeatureExtractor"]  # as it was called
+    path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return {"transformers": transformers.__version__, "diffusers": diffusers.__version__}
 
 
