@@ -159,8 +159,16 @@ def test_the_result_of_two_phases_is_a_base_to_tune_and_to_measure(phases, tiny_
     assert model_resolution(tmp_path / "tuned") == 2 * RESOLUTION
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("photo of a {}")
-    words = [*subject, "--model_dir", tmp_path / "tuned", "--base_model_dir", phases[1], "--class_prompt", "photo of a"]
-    words += ["--prompts_file", prompts, "--num_samples_per_prompt", 1, "--num_class_images", 2]
+    words = [
+        *subject,
+        "--model_dir",
+        tmp_path / "tuned",
+        "--base_model_dir",
+        phases[1],
+        "--class_prompt",
+        "photo of a dog",
+    ]
+    words += ["--prompts_file", prompts, "--num_samples_per_prompt", 3, "--num_class_images", 3]
     words += ["--num_inference_steps", 2, "--clip_model", make_tiny_clip(tmp_path / "clip", tiny_model / "tokenizer")]
     words += ["--dino_model", "none", "--class_images_dir", photos, "--output_dir", tmp_path / "evaluation"]
     evaluate.main(evaluate.parse_args(list(map(str, words))))

@@ -379,7 +379,7 @@ def test_what_was_trained_is_saved_as_all_releases_read_it(command, tmp_path):
 def test_the_card_says_how_to_draw(command, monkeypatch):
     command(max_train_steps=1, instance_prompt='photo of "unqtkn" dog')
     card = (command.output_dir / "README.md").read_text()
-    code = card.partition("```python\n")[2].partition("```")[0]
+    code = card.partition("```python\n")[2].partition("```")[0].replace(").images", ", num_inference_steps=2).images")
     monkeypatch.chdir(command.output_dir.parent)
     names = {}
     exec(code, names)
