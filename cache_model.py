@@ -31,10 +31,9 @@ from cli import (
     run,
     say,
 )
-from model_folder import check_pipeline, check_safetensors, components, read_index
+from model_folder import CONFIGURATION, check_pipeline, check_safetensors, components, read_index, variant_of
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-CONFIGURATION = {".json", ".txt", ".model"}
 PICKLES = {".bin", ".ckpt", ".pt", ".pth", ".pkl"}
 OTHER_WEIGHTS = {".msgpack", ".onnx", ".h5", ".gguf"}
 TIMEOUT = 10  # seconds until the hub counts as out of reach
@@ -82,12 +81,6 @@ def select_files(names, index, variant=None):
         others = ", ".join(sorted(found - {None})) or "none"
         raise BadInput(f"--variant {variant}: no component has it (there is: {others}): leave it out")
     return sorted(chosen)
-
-
-def variant_of(name):
-    """Return the "fp16" of model.fp16.safetensors, of its shards and of their index; None for plain weights."""
-    words = re.sub(r"-\d+-of-\d+", "", Path(name).name).split(".")[1:]
-    return ".".join(word for word in words if word not in ("safetensors", "index", "json")) or None
 
 
 def known_commit(repo, revision):

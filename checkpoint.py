@@ -236,14 +236,18 @@ def check_owner(path, owner):
 # What a run was made from
 
 
-def digest_files(paths, root=None, known=None):
-    """Return one sha256 of files by name (below `root`, or bare) and content, wherever they lie, in any order.
+def digest_files(paths, known=None):
+    """Return one sha256 of files by bare name and content, wherever they lie, in any order.
 
     known: {path: sha256} of those that need not be read.
     """
     known = known or {}
-    names = {path: path.relative_to(root) if root else path.name for path in map(Path, paths)}
-    lines = sorted(f"{name} {known.get(path) or sha256_file(path)}" for path, name in names.items())
+    return digest_named((path.name, known.get(path) or sha256_file(path)) for path in map(Path, paths))
+
+
+def digest_named(pairs):
+    """Return one sha256 of (name, sha256) pairs, in any order."""
+    lines = sorted(f"{name} {digest}" for name, digest in pairs)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

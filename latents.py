@@ -7,14 +7,13 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from checkpoint import MANIFEST, digest_files
+from checkpoint import MANIFEST
 from cli import BadInput, CheckFailed
 from dataset import scale_pixels
-from model_folder import pixel_factor, read_config
+from model_folder import digest_parts, pixel_factor, read_config
 from storage import Folder, join, open_parquet, read_footer
 
 METADATA = "metadata.json"
@@ -155,10 +154,7 @@ def _lengths(array, place):
 
 def digest_encoders(model_dir):
     """Return a sha256 of what decides a model's latents: its VAE, text encoder and tokenizer, whatever its UNet."""
-    parts = ("vae", "text_encoder", "tokenizer")
-    kinds = {".json", ".safetensors", ".txt", ".model"}
-    files = [path for part in parts for path in Path(model_dir, part).glob("*") if path.suffix in kinds]
-    return digest_files(files, root=model_dir)
+    return digest_parts(model_dir, ("vae", "text_encoder", "tokenizer"))
 
 
 def latent_shapes(model_dir, resolution):

@@ -8,22 +8,30 @@ from pathlib import Path
 import checkpoint
 import validation
 from cli import one_line
+from model_folder import components, copy_component, read_index
+from parallel import write_module
 from training import LOG
 
 
 def publish_pipeline(config, step, device, weights, prompts, card):
     """Publish the base pipeline with the modules in `weights` in --output_dir, with a model card and sample images.
 
+    What was not trained is copied: the same files for the libraries that read the base, the same latents.
     weights: a checkpoint's folder; prompts: one for each sample; card(samples): the text of the card.
     """
     import torch
 
     from utils import draw_images, image_seed, load_pipeline
 
+    base = Path(config["model_dir"])
     pipeline = load_pipeline(config["model_dir"], torch.float32, weights)
     with checkpoint.staging(config["output_dir"]) as beside:
-        pipeline.save_pretrained(beside, safe_serialization=True)
-        drop_local_paths(beside)
+        shutil.copyfile(base / "model_index.json", beside / "model_index.json")
+        for name in components(read_index(base)):
+            if Path(weights, name).is_dir():
+                write_module(beside / name, getattr(pipeline, name))
+            else:
+                copy_component(base / name, beside / name)
         sampler = validation.sampler_of(config)
         pipeline.to(device)
         (beside / "samples").mkdir()
@@ -38,14 +46,6 @@ def publish_pipeline(config, step, device, weights, prompts, card):
         text = card(config, step, sorted((beside / "samples").iterdir())) + validation.copy_to_card(config, beside)
         (beside / "README.md").write_text(text, encoding="utf-8")
         checkpoint.publish(beside, config["output_dir"], step=step, settings=config["settings"])
-
-
-def drop_local_paths(folder):
-    """Remove from the configurations of a pipeline where its parts were loaded from: folders of the one who trained."""
-    for path in [folder / "model_index.json", *folder.glob("*/config.json")]:
-        config = json.loads(path.read_text())
-        if config.pop("_name_or_path", None):
-            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def base_name(model_dir):
@@ -77,6 +77,20 @@ def _pictures(samples):
     return " ".join(f"![{path.stem}](samples/{path.name})" for path in samples)
 
 
+def _usage(config, prompt):
+    """Return how to draw with the folder; the type is given as its parts may be stored in several."""
+    folder, prompt = (json.dumps(text, ensure_ascii=False) for text in (Path(config["output_dir"]).name, prompt))
+    return f"""## Use
+
+```python
+import torch
+from diffusers import DiffusionPipeline
+
+pipeline = DiffusionPipeline.from_pretrained({folder}, torch_dtype=torch.float32)
+image = pipeline({prompt}).images[0]
+```"""
+
+
 def dreambooth_card(config, step, samples):
     """Return the README.md of a tuned pipeline, with the front matter of the model hub."""
     base, licence = base_name(config["model_dir"]), base_license(config["model_dir"])
@@ -101,6 +115,8 @@ does: `{prompt}`.
 
 Licence: that of the base model ({licence}); the photos are their owner's.
 {left_out}
+{_usage(config, one_line(config["instance_prompt"]))}
+
 {_table({**config["settings"], "max_train_steps": step})}
 """
 
@@ -123,6 +139,8 @@ A UNet trained for {step} steps of {config["rows_per_step"]} images; its VAE and
 {_pictures(samples)}
 
 {captions}
+
+{_usage(config, one_line((config["sample_prompts"] or ["a caption like those it learned"])[0]))}
 
 {_table({**config["settings"], "max_train_steps": step})}
 """

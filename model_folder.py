@@ -1,17 +1,20 @@
 """A Diffusers model folder as files: is it whole, is it damaged, its sizes and tokens. No weights are loaded here."""
 
 import functools
+import hashlib
 import importlib
 import inspect
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import checkpoint
 from cli import BadInput, CheckFailed, one_line, say
 
-MODEL_FILES = {".json", ".safetensors", ".txt", ".model"}
+CONFIGURATION = {".json", ".txt", ".model"}  # and a tokenizer's vocabulary
+MODEL_FILES = CONFIGURATION | {".safetensors"}
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",), ("*.model",))  # a tokenizer has one
 LEAST_TOKENS = 0.9  # of the text encoder's embeddings: some models round their number up, T5's to 32,128 of 32,100
 
@@ -229,9 +232,8 @@ def count_weights(folder):
     parts = [folder, *(path for path in folder.iterdir() if path.is_dir())]
     total = 0
     for part in parts:
-        variant = weights_variant(part)
-        for path in part.glob(f"*.{variant}*.safetensors" if variant else "*.safetensors"):
-            if variant or path.name.count(".") == 1:
+        for path in component_files(part).values():
+            if path.suffix == ".safetensors":
                 with safe_open(path, framework="np") as file:
                     total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return total
@@ -246,11 +248,83 @@ def count_weights_of(unet_config):
         return UNet2DConditionModel.from_config(unet_config).num_parameters()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The files of a component
+
+
+def variant_of(name):
+    """Return the "fp16" of model.fp16.safetensors, of its shards and of their index; None for plain weights."""
+    words = re.sub(r"-\d+-of-\d+", "", Path(name).name).split(".")[1:]
+    return ".".join(word for word in words if word not in ("safetensors", "index", "json")) or None
+
+
 def weights_variant(part):
     """Return the variant of a component's weight files ("fp16" of unet/...fp16.safetensors), None for plain ones."""
-    words = [path.name.split(".") for path in Path(part).glob("*.safetensors")]
-    variants = {parts[-2].split("-")[0] for parts in words if len(parts) == 3}
-    return None if any(len(parts) == 2 for parts in words) or not variants else min(variants)
+    variants = {variant_of(path.name) for path in Path(part).glob("*.safetensors")}
+    return None if None in variants or not variants else min(variants)
+
+
+def component_files(part):
+    """Return {name: path} of the files of a component that are used; a copy has them under these names.
+
+    They are its configuration or vocabulary, and each weight once: plain, or where there are variants alone that of
+    `weights_variant`, whose files and index a copy has under plain names.
+    """
+    variant, files = weights_variant(part), {}
+    for path in sorted(Path(part).glob("*")):
+        if ".safetensors" in path.name:
+            if variant_of(path.name) == variant:
+                files[_plain_name(path.name)] = path
+        elif path.suffix in CONFIGURATION and ".index." not in path.name:  # that is an index of pickles
+            files[path.name] = path
+    return files
+
+
+def _plain_name(name):
+    variant = variant_of(name)
+    return name.replace(f".{variant}", "", 1) if variant else name
+
+
+def _rewritten(name, path):
+    """Return what a copy's file `name` holds where it is not what `path` does: the index of a variant's shards."""
+    if name == path.name or path.suffix != ".json":
+        return None
+    index = read_json_file(path)
+    index["weight_map"] = {key: _plain_name(shard) for key, shard in index["weight_map"].items()}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def copy_component(part, folder):
+    """Copy the files of a component that are used, byte for byte but for the index of a variant's shards."""
+    Path(folder).mkdir(parents=True)
+    for name, path in component_files(part).items():
+        data = _rewritten(name, path)
+        if data is None:
+            shutil.copyfile(path, Path(folder, name))
+        else:
+            Path(folder, name).write_bytes(data)
+
+
+def digest_parts(model_dir, parts, known=None):
+    """Return one sha256 of the files of some components that are used, the same for a copy of them.
+
+    known: {path: sha256} of files that need not be read.
+    """
+    return checkpoint.digest_named(_digests(model_dir, parts, known or {}))
+
+
+def _digests(model_dir, parts, known):
+    for part in parts:
+        for name, path in component_files(Path(model_dir, part)).items():
+            data = _rewritten(name, path)
+            if data is not None:
+                yield f"{part}/{name}", hashlib.sha256(data).hexdigest()
+            else:
+                yield f"{part}/{name}", known.get(path) or checkpoint.sha256_file(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
 
 
 @functools.lru_cache(maxsize=1)
@@ -301,7 +375,9 @@ def digest_model(model_dir):
 
     Gigabytes are not read again where a manifest or the hub's cache knows their sha256: `check_model` reads them.
     """
-    return checkpoint.digest_files(_model_files(model_dir), root=Path(model_dir), known=_known_sha256(model_dir))
+    known = _known_sha256(model_dir)
+    index = [(path.name, known.get(path) or checkpoint.sha256_file(path)) for path in _index_file(model_dir)]
+    return checkpoint.digest_named([*index, *_digests(model_dir, _part_names(model_dir), known)])
 
 
 def check_model(model_dir):
@@ -316,10 +392,23 @@ def check_model(model_dir):
             raise CheckFailed(f"{path} is damaged: its sha256 is not {known[path][:12]}...: fetch or make it again")
 
 
+def _index_file(model_dir):
+    return list(Path(model_dir).glob("model_index.json"))  # a checkpoint has none
+
+
+def _part_names(model_dir):
+    """Return the names of the components of a model folder: those in its index, of a checkpoint all its folders."""
+    if _index_file(model_dir):
+        return list(components(read_index(model_dir)))
+    return [path.name for path in Path(model_dir).iterdir() if path.is_dir() and path.name[0] != "."]
+
+
 def _model_files(model_dir):
-    folder = Path(model_dir)
-    parts = [path for path in folder.glob("*/*") if path.suffix in MODEL_FILES and path.parent.name[0] != "."]
-    return [*folder.glob("model_index.json"), *parts]
+    parts = _part_names(model_dir)
+    return [
+        *_index_file(model_dir),
+        *(path for part in parts for path in component_files(Path(model_dir, part)).values()),
+    ]
 
 
 def _known_sha256(model_dir):

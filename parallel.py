@@ -12,6 +12,7 @@ from pathlib import Path
 from cli import CheckFailed
 
 WEIGHTS = "diffusion_pytorch_model"  # Diffusers' name of a module's files
+CLIP_TEXT_MODELS = ("CLIPTextModel", "CLIPTextModelWithProjection")  # classes of transformers
 SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 
 
@@ -179,14 +180,37 @@ def write_state(folder, modules, optimizer, place=None):
 
 
 def write_module(folder, module, place=None):
-    """Write a module as Diffusers does; of one that is sharded this worker's share, and all workers call this."""
+    """Write a module as Diffusers does; of one that is sharded this worker's share, and all workers call this.
+
+    A text encoder of CLIP is written with the names that all releases of transformers read. The configuration does not
+    say where the module was loaded from: a folder of the one who trains.
+    """
     if is_sharded(module):
         Path(folder).mkdir(parents=True, exist_ok=True)
         if place.rank == 0:
             module.save_config(folder)
         write_share(folder, WEIGHTS, module.state_dict(), place)
+    elif type(module).__name__ in CLIP_TEXT_MODELS:
+        module.save_pretrained(folder, state_dict=clip_text_weights(module), save_original_format=False)
     else:
         module.save_pretrained(folder, safe_serialization=True)
+    path = Path(folder) / "config.json"
+    if (place is None or place.rank == 0) and path.is_file():
+        config = json.loads(path.read_text())
+        if config.pop("_name_or_path", None):
+            path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def clip_text_weights(module):
+    """Return the named weights of CLIPTextModel or CLIPTextModelWithProjection as releases before transformers 5 do.
+
+    transformers 5 drops the prefix `text_model.` from those of CLIPTextModel; it reads both, older releases make new
+    random weights for names without it.
+    """
+    return {
+        name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor
+        for name, tensor in module.state_dict().items()
+    }
 
 
 def write_share(folder, stem, tensors, place=None):

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import psutil
 import pytest
 from conftest import ROOT
@@ -9,6 +10,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import common
+import older_libraries
 import scaling
 
 
@@ -56,3 +58,38 @@ def test_a_script_that_fails_is_shown(tmp_path):
     script.write_text("raise SystemExit('no model')")
     with pytest.raises(SystemExit, match="no model"):
         common.follow(tmp_path / "log", (5,), script)
+
+
+def test_what_differs_between_two_releases_is_found():
+    facts = {"missing": [], "weights": {"unet": "a", "text_encoder": "b"}, "flagged": 0}
+    pictures = np.full((2, 4, 4, 3), 100)
+    found = older_libraries.difference([facts, facts], [pictures, pictures])
+    assert found["largest_difference"] == 0 and older_libraries.is_alike(found, 0)
+    found = older_libraries.difference([facts, facts], [pictures, pictures - 3])
+    assert found["largest_difference"] == 3
+    assert older_libraries.is_alike(found, 3) and not older_libraries.is_alike(found, 2)
+    changes = [{"missing": ["text_encoder.a"]}, {"weights": {"unet": "a", "text_encoder": "c"}}, {"flagged": 1}]
+    changes += [{"weights": {"unet": "a"}}]
+    for change in changes:
+        found = older_libraries.difference([facts, facts | change], [pictures, pictures])
+        assert not older_libraries.is_alike(found, 255), change
+
+
+@pytest.mark.filterwarnings("ignore:.*torch_dtype.*:FutureWarning")
+def test_a_missing_weight_is_told_with_the_pictures(tmp_path):
+    import plain_diffusers
+    from safetensors.torch import load_file, save_file
+
+    plain_diffusers.save_tiny_model(tmp_path / "tiny")
+    settings = {"seed": 0, "num_images": 2, "num_inference_steps": 2, "output": tmp_path / "pictures.npy"}
+    facts = plain_diffusers.draw(tmp_path / "tiny", "a cat", **settings)
+    pictures = np.load(tmp_path / "pictures.npy")
+    assert pictures.shape == (2, 16, 16, 3) and pictures.std() > 1 and not facts["flagged"]
+    assert facts["weights"].keys() == {"vae", "text_encoder", "unet", "safety_checker"} and not facts["missing"]
+    path = tmp_path / "tiny" / "text_encoder" / "model.safetensors"
+    weights = load_file(path)
+    name = next(name for name in weights if name.endswith("final_layer_norm.weight"))
+    weights.pop(name)
+    save_file(weights, path, {"format": "pt"})
+    changed = plain_diffusers.draw(tmp_path / "tiny", "a cat", **settings)
+    assert len(changed["missing"]) == 1 and "final_layer_norm.weight" in changed["missing"][0]

@@ -1,10 +1,12 @@
 """A model folder as files: whole or not, which weights, what its tokenizer cuts."""
 
+import hashlib
 import json
 import shutil
 import sys
 
 import pytest
+from conftest import ROOT
 
 import checkpoint
 import cli
@@ -14,9 +16,12 @@ from model_folder import (
     check_pipeline,
     check_resolution,
     check_safetensors,
+    component_files,
+    copy_component,
     count_weights,
     count_weights_of,
     digest_model,
+    digest_parts,
     max_tokens,
     model_resolution,
     pixel_factor,
@@ -328,6 +333,141 @@ def test_the_weights_are_counted_once_whatever_their_variants(model):
     assert count_weights(model / "unet") == unet.num_parameters()
     plain.unlink()
     assert count_weights(model / "unet") == unet.num_parameters()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The files that are used, and copies of them
+
+INDEX = '{"weight_map": {}}'
+
+
+@pytest.mark.parametrize(
+    ("names", "used"),
+    [
+        (["config.json", "model.safetensors"], {}),
+        (["config.json", "model.fp16.safetensors"], {"model.fp16.safetensors": "model.safetensors"}),
+        (["merges.txt", "vocab.json", "spiece.model"], {}),
+        (["model.non_ema.fp16.safetensors"], {"model.non_ema.fp16.safetensors": "model.safetensors"}),
+        (["model-00001-of-00001.safetensors", "model.safetensors.index.json"], {}),
+        (
+            ["model.fp16-00001-of-00001.safetensors", "model.safetensors.index.fp16.json"],
+            {
+                "model.fp16-00001-of-00001.safetensors": "model-00001-of-00001.safetensors",
+                "model.safetensors.index.fp16.json": "model.safetensors.index.json",
+            },
+        ),
+        (["model-00001-of-00001.fp16.safetensors"], {
+            "model-00001-of-00001.fp16.safetensors": "model-00001-of-00001.safetensors"
+        }),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "others", [[], ["model.bin", "pytorch_model.bin.index.json", "README.md", "flax_model.msgpack"]]
+)
+def test_the_files_of_a_component_that_are_used(tmp_path, names, used, others):
+    for name in (*names, *others):
+        (tmp_path / name).write_text(INDEX)
+    assert component_files(tmp_path) == {used.get(name, name): tmp_path / name for name in names}
+
+
+def test_a_variant_beside_plain_weights_is_not_used(tmp_path):
+    names = ["model.safetensors", "model.fp16.safetensors", "model.safetensors.index.fp16.json"]
+    for name in names:
+        (tmp_path / name).write_text(INDEX)
+    assert component_files(tmp_path) == {names[0]: tmp_path / names[0]}
+
+
+def as_hub_snapshot(model, folder):
+    """Make links in `folder` to the files of a model, as the hub's cache has them; return it."""
+    for number, path in enumerate(path for path in sorted(model.rglob("*")) if path.is_file()):
+        blob, link = folder.parent / "blobs" / str(number), folder / path.relative_to(model)
+        for place in (blob, link):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, blob)
+        link.symlink_to(blob)
+    return folder
+
+
+def with_fp16_beside(model, folder):
+    shutil.copytree(model, folder)
+    for path in folder.glob("*/*.safetensors"):
+        path.with_suffix(".fp16.safetensors").write_bytes(b"never read")
+    return folder
+
+
+def with_fp16_alone(model, folder):
+    shutil.copytree(model, folder)
+    for path in folder.glob("*/*.safetensors"):
+        path.rename(path.with_suffix(".fp16.safetensors"))
+    return folder
+
+
+def with_fp16_in_shards(model, folder):
+    import torch
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(model, dtype=torch.float16)
+    pipeline.save_pretrained(folder, variant="fp16", max_shard_size="50KB")
+    assert len(list(folder.glob("unet/*.safetensors"))) > 1
+    return folder
+
+
+@pytest.mark.parametrize(
+    "make", [shutil.copytree, as_hub_snapshot, with_fp16_beside, with_fp16_alone, with_fp16_in_shards]
+)
+def test_a_copy_has_the_digest_of_its_base_and_loads_alike(tiny_model, tmp_path, make):
+    import torch
+
+    from utils import load_models
+
+    base, copy = make(tiny_model, tmp_path / "base"), tmp_path / "copy"
+    copy.mkdir()
+    for name in PARTS:
+        copy_component(base / name, copy / name)
+    shutil.copyfile(base / "model_index.json", copy / "model_index.json")
+    check_pipeline(copy)
+    assert digest_model(copy) == digest_model(base)
+    assert all(digest_parts(copy, [part]) == digest_parts(base, [part]) for part in PARTS)
+    assert not any(path.is_symlink() or ".fp16" in path.name for path in copy.rglob("*"))
+    pairs = [load_models(folder, ("unet", "text_encoder"), torch.float32) for folder in (base, copy)]
+    for name in pairs[0]:
+        numbers = [pair[name].state_dict().values() for pair in pairs]
+        assert all(torch.equal(one, other) for one, other in zip(*numbers, strict=True))
+
+
+def test_the_digest_of_an_ordinary_model_stays_what_it_was(tiny_model):
+    """Images, evaluations and data sets that were made with it name it."""
+    names = sorted(path.relative_to(tiny_model).as_posix() for path in tiny_model.rglob("*") if path.is_file())
+
+    def digest(names):
+        lines = sorted(f"{name} {hashlib.sha256((tiny_model / name).read_bytes()).hexdigest()}" for name in names)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    assert digest_model(tiny_model) == digest(names)
+    encoders = ("vae", "text_encoder", "tokenizer")
+    assert digest_parts(tiny_model, encoders) == digest(name for name in names if name.startswith(encoders))
+
+
+def test_other_folders_beside_do_not_change_the_digest(model):
+    digest = digest_model(model)
+    shutil.copytree(model / "unet", model / "unet.old")
+    assert digest_model(model) == digest
+
+
+def test_the_embedded_model_is_laid_out_as_older_libraries_read_it():
+    """By weights' names with a prefix, and a tokenizer's vocab.json and merges.txt; tokenizer.json says the same."""
+    from safetensors import safe_open
+
+    folder = ROOT / "models" / "emoji-64"
+    with safe_open(folder / "text_encoder" / "model.safetensors", framework="np") as file:
+        assert all(name.startswith("text_model.") for name in file.keys())  # noqa: SIM118
+    fast = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]
+    assert json.loads((folder / "tokenizer" / "vocab.json").read_text()) == fast["vocab"]
+    _, *merges = (folder / "tokenizer" / "merges.txt").read_text().splitlines()
+    assert [line.split() for line in merges] == fast["merges"]
+    manifest = checkpoint.read_manifest(folder, deep=True)
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert manifest["files"].keys() == files - {checkpoint.MANIFEST}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

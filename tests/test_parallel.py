@@ -522,3 +522,59 @@ def test_named_parameters_are_the_trainable_ones():
     module = torch.nn.Linear(2, 2)
     module.bias.requires_grad_(False)
     assert [name for name, _ in parallel.named_parameters({"unet": module})] == ["unet.weight"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layout of what is saved
+
+
+@pytest.mark.parametrize("prefix", ["", "text_model."])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_text_encoder_is_saved_with_the_names_that_all_releases_read(tiny_model, tmp_path, prefix, checkpointing):
+    from safetensors.torch import save_file
+    from transformers import CLIPTextModel
+
+    base = shutil.copytree(tiny_model / "text_encoder", tmp_path / "base")
+    plain = {name.removeprefix("text_model."): value for name, value in load_file(base / "model.safetensors").items()}
+    save_file({prefix + name: value for name, value in plain.items()}, base / "model.safetensors", {"format": "pt"})
+    module = CLIPTextModel.from_pretrained(base)
+    if checkpointing:
+        module.activation_checkpointing_enable()
+    parallel.write_module(tmp_path / "saved", module)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == {f"text_model.{name}" for name in plain}
+    assert all(torch.equal(saved[f"text_model.{name}"], value) for name, value in plain.items())
+    assert str(tmp_path) not in (tmp_path / "saved" / "config.json").read_text()
+    _, info = CLIPTextModel.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_a_text_encoder_with_a_projection_keeps_its_names(tiny_model, tmp_path):
+    """SDXL's second: the projection has no prefix in any release."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig.from_pretrained(tiny_model / "text_encoder")
+    config.projection_dim = 8
+    module = CLIPTextModelWithProjection(config)
+    parallel.write_module(tmp_path / "one", module)
+    names = set(load_file(tmp_path / "one" / "model.safetensors"))
+    assert "text_projection.weight" in names
+    assert all(name.startswith("text_model.") for name in names - {"text_projection.weight"})
+    again, info = CLIPTextModelWithProjection.from_pretrained(tmp_path / "one", output_loading_info=True)
+    assert not any(info.values())
+    parallel.write_module(tmp_path / "two", again)
+    assert (tmp_path / "two" / "model.safetensors").read_bytes() == (
+        tmp_path / "one" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_unet_is_saved_as_diffusers_does_but_for_where_it_came_from(tiny_model, tmp_path):
+    from diffusers import UNet2DConditionModel
+
+    module = UNet2DConditionModel.from_pretrained(tiny_model / "unet")
+    module.save_pretrained(tmp_path / "theirs", safe_serialization=True)
+    parallel.write_module(tmp_path / "ours", module)
+    weights = [(tmp_path / name / f"{parallel.WEIGHTS}.safetensors").read_bytes() for name in ("theirs", "ours")]
+    assert weights[0] == weights[1]
+    theirs, ours = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours"))
+    assert theirs.pop("_name_or_path") and ours == theirs

@@ -14,13 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, last_json, tree
+from conftest import RESOLUTION, ROOT, last_json, tree
+from test_encoders import make_tiny_clip
 
 import checkpoint
 import cli
 import parallel
+import preprocess
 import pretrain
 import training
+from latents import digest_encoders
+from model_folder import model_resolution
 
 
 @pytest.fixture
@@ -109,6 +113,66 @@ def test_validation_loss_is_the_weighted_sum(monkeypatch):
     place = training.Place(0, 1, torch.device("cpu"))
     found = pretrain.validation_loss(batches, place, torch.float32, model=torch.nn.Identity())
     assert found == pytest.approx(2.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two phases: few pixels, then more
+
+
+@pytest.fixture(scope="module")
+def two_resolutions(tmp_path_factory, raw_data, tiny_model):
+    """Latents of 16 and of 32 pixels."""
+    folder = tmp_path_factory.mktemp("latents") / "both"
+    words = ["--input", raw_data, "--model_dir", tiny_model, "--num_workers", 0, "--rows_per_file", 5]
+    words += ["--output_dir", folder, "--resolutions", RESOLUTION, 2 * RESOLUTION]
+    preprocess.main(preprocess.parse_args(list(map(str, words))))
+    return folder
+
+
+@pytest.fixture
+def phases(command, two_resolutions, tmp_path):
+    """The results of a phase of few pixels and of one of more that goes on from it, on the same latents."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    command(data=two_resolutions, output_dir=one, max_steps=2)
+    flags = {"init_from_pretrained": True, "resolution": 2 * RESOLUTION, "max_steps": 2}
+    command(data=two_resolutions, model_dir=one, output_dir=two, **flags)
+    return one, two
+
+
+def test_a_second_phase_goes_on_from_the_first(phases, command, two_resolutions, tiny_model, tmp_path):
+    one, two = phases
+    assert model_resolution(one) == RESOLUTION and model_resolution(two) == 2 * RESOLUTION
+    assert digest_encoders(two) == digest_encoders(one) == digest_encoders(tiny_model)
+    flags = {"output_dir": tmp_path / "slow", "resolution": 2 * RESOLUTION, "max_steps": 1, "lr": 1e-9, "ema_decay": 0}
+    command(data=two_resolutions, model_dir=one, init_from_pretrained=True, **flags)
+    went_on, first = weights(tmp_path / "slow"), weights(one)
+    assert all(torch.allclose(went_on[name], first[name], atol=1e-6) for name in first), "it starts from the first's"
+
+
+def test_the_result_of_two_phases_is_a_base_to_tune_and_to_measure(phases, tiny_model, photos, tmp_path, capsys):
+    import evaluate
+    import train
+
+    subject = ["--instance_images_dir", photos, "--instance_prompt", "photo of unqtkn dog", "--num_workers", 0]
+    words = [*subject, "--model_dir", phases[1], "--output_dir", tmp_path / "tuned", "--prior_loss_weight", 0]
+    train.main(train.parse_args(list(map(str, [*words, "--max_train_steps", 1]))))
+    assert model_resolution(tmp_path / "tuned") == 2 * RESOLUTION
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("photo of a {}")
+    words = [
+        *subject,
+        "--model_dir",
+        tmp_path / "tuned",
+        "--base_model_dir",
+        phases[1],
+        "--class_prompt",
+        "photo of a dog",
+    ]
+    words += ["--prompts_file", prompts, "--num_samples_per_prompt", 3, "--num_class_images", 3]
+    words += ["--num_inference_steps", 2, "--clip_model", make_tiny_clip(tmp_path / "clip", tiny_model / "tokenizer")]
+    words += ["--dino_model", "none", "--class_images_dir", photos, "--output_dir", tmp_path / "evaluation"]
+    evaluate.main(evaluate.parse_args(list(map(str, words))))
+    assert (tmp_path / "evaluation" / "report.html").is_file()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ def weights(folder):
     found = {}
     for part in ("unet", "text_encoder"):
         for path in (Path(folder) / part).glob("*.safetensors"):
-            found |= {f"{part}.{name}": tensor for name, tensor in load_file(path).items()}
+            tensors = load_file(path).items()
+            found |= {f"{part}.{name.removeprefix('text_model.')}": tensor for name, tensor in tensors}
     return found
 
 
@@ -389,16 +390,96 @@ def test_learning_rate_schedule_is_logged_as_used(command):
     assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3])
 
 
-def test_half_precision_base_comes_out_float32(command, tiny_model, tmp_path):
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_half_precision_base_is_trained_in_float32(command, tiny_model, tmp_path, variant):
+    """What was not trained is copied as it is, under plain names; a type is asked for to load both."""
     import torch
     from diffusers import DiffusionPipeline
 
     half = DiffusionPipeline.from_pretrained(tiny_model, dtype=torch.float16)
-    half.save_pretrained(tmp_path / "half")
+    half.save_pretrained(tmp_path / "half", variant=variant)
     command(model_dir=tmp_path / "half", max_train_steps=1, train_text_encoder=False)
-    assert {value.dtype for value in weights(command.output_dir).values()} == {torch.float32}
-    result = DiffusionPipeline.from_pretrained(command.output_dir)
-    assert {result.unet.dtype, result.text_encoder.dtype, result.vae.dtype} == {torch.float32}
+    types = {name.partition(".")[0]: value.dtype for name, value in weights(command.output_dir).items()}
+    assert types == {"unet": torch.float32, "text_encoder": torch.float16}
+    assert not list(command.output_dir.rglob("*.fp16.*"))
+    for dtype in (torch.float32, torch.bfloat16):
+        result = DiffusionPipeline.from_pretrained(command.output_dir, dtype=dtype)
+        assert {result.unet.dtype, result.text_encoder.dtype, result.vae.dtype} == {dtype}
+
+
+def files_of(folder, *parts):
+    """Return {path below a folder: bytes} of the files in some of its folders."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for part in parts
+        for path in Path(folder, part).rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("train_text_encoder", [True, False])
+def test_what_was_not_trained_is_the_bases_own(command, tiny_model, tmp_path, train_text_encoder):
+    """To the byte, as other releases of the libraries read it; nothing that the pipeline does not use comes along."""
+    import shutil
+
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    for path in base.rglob("*.json"):
+        path.write_text(path.read_text() + "\n")  # as no library would write it
+    for name in ("README.md", "model.ckpt", "unet/diffusion_pytorch_model.bin", "vae/old.bin", "notes/settings.json"):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text("{}")
+    kept = ["scheduler", "tokenizer", "vae"] + ["text_encoder"] * (not train_text_encoder)
+    expected = files_of(base, *kept)
+    del expected["vae/old.bin"]
+    command(model_dir=base, max_train_steps=1, train_text_encoder=train_text_encoder)
+    assert files_of(command.output_dir, *kept) == expected
+    assert (command.output_dir / "model_index.json").read_bytes() == (base / "model_index.json").read_bytes()
+    assert not list(command.output_dir.rglob("*.bin")) and not (command.output_dir / "notes").exists()
+    assert len({path.stat().st_mode for path in command.output_dir.rglob("*") if path.is_file()}) == 1
+
+
+def test_what_was_trained_is_saved_as_all_releases_read_it(command, tmp_path):
+    from diffusers import UNet2DConditionModel
+    from safetensors.torch import load_file
+
+    command(max_train_steps=1)
+    latest = command.work_dir / "checkpoint-000001"
+    for folder in (command.output_dir, latest):
+        text_encoder = load_file(folder / "text_encoder" / "model.safetensors")
+        assert all(name.startswith("text_model.") for name in text_encoder)
+    UNet2DConditionModel.from_pretrained(latest / "unet").save_pretrained(tmp_path / "unet")
+    name = "diffusion_pytorch_model.safetensors"
+    assert (command.output_dir / "unet" / name).read_bytes() == (tmp_path / "unet" / name).read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch_dtype.*:FutureWarning")  # the name that all releases of Diffusers know
+def test_the_card_says_how_to_draw(command, monkeypatch):
+    command(max_train_steps=1, instance_prompt='photo of "unqtkn" dog')
+    card = (command.output_dir / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0].replace(").images", ", num_inference_steps=2).images")
+    monkeypatch.chdir(command.output_dir.parent)
+    names = {}
+    exec(code, names)
+    assert names["image"].size == (16, 16)
+
+
+def test_a_base_with_a_safety_checker_keeps_it(command, tmp_path):
+    """And names it as the first models did, whatever the libraries call it today."""
+    import sys
+
+    from diffusers import DiffusionPipeline
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from plain_diffusers import save_tiny_model
+
+    base = tmp_path / "base"
+    save_tiny_model(base)
+    assert '"CLIPFeatureExtractor"' in (base / "model_index.json").read_text()
+    command(model_dir=base, max_train_steps=1)
+    parts = ("feature_extractor", "safety_checker", "tokenizer")
+    assert files_of(command.output_dir, *parts) == files_of(base, *parts)
+    assert (command.output_dir / "model_index.json").read_bytes() == (base / "model_index.json").read_bytes()
+    assert DiffusionPipeline.from_pretrained(command.output_dir).safety_checker is not None
 
 
 def test_a_model_that_does_not_say_its_latents_scale_trains_with_that_of_its_class(command, tiny_model, tmp_path):

@@ -1,5 +1,8 @@
 """Put together what pretrain.py starts from: our VAE, text encoder and tokenizer, and a UNet of random weights.
 
+Older releases of transformers read it too: they know the text encoder's weights by the names that `write_module` gives
+them, and a tokenizer by vocab.json and merges.txt.
+
     PYTHONPATH=. python recipes/emoji/assemble.py --vae_dir data/emoji/vae --clip_dir data/emoji/clip \\
         --output_dir data/emoji/start
 """
@@ -8,7 +11,7 @@ import sys
 
 import checkpoint
 import cli
-from model_card import drop_local_paths
+from parallel import write_module
 from utils import set_up_torch
 
 UNET = {  # 10.9 million weights; attention below the top level
@@ -65,7 +68,9 @@ def main(args):
     )
     with checkpoint.staging(args.output_dir) as beside:
         pipeline.save_pretrained(beside)
-        drop_local_paths(beside)
+        for name in ("vae", "text_encoder", "unet"):
+            write_module(beside / name, getattr(pipeline, name))
+        pipeline.tokenizer.backend_tokenizer.model.save(str(beside / "tokenizer"))  # vocab.json, merges.txt
         checkpoint.publish(beside, args.output_dir)
     cli.print_result(output_dir=args.output_dir, unet_weights=sum(p.numel() for p in pipeline.unet.parameters()))
 

@@ -14,7 +14,8 @@ import pictures
 
 import checkpoint
 import cli
-from model_card import drop_local_paths
+from model_folder import copy_component
+from parallel import write_module
 from utils import load_pipeline, set_up_torch
 
 LARGEST = 25_000_000  # bytes of safetensors
@@ -97,8 +98,12 @@ def main(args):
     with checkpoint.staging(args.output_dir) as beside:
         images = contact_sheet.draw_prompts(pipeline, prompts, SEED, num_inference_steps=30, guidance_scale=3.0)
         contact_sheet.make_sheet(images, prompts).save(beside / "contact_sheet.png")
-        pipeline.to(torch.float16).save_pretrained(beside)
-        drop_local_paths(beside)
+        shutil.copyfile(Path(args.model_dir) / "model_index.json", beside / "model_index.json")
+        for name, part in pipeline.to(torch.float16).components.items():
+            if isinstance(part, torch.nn.Module):
+                write_module(beside / name, part)
+            elif part is not None:
+                copy_component(Path(args.model_dir) / name, beside / name)
         size = sum(path.stat().st_size for path in beside.rglob("*.safetensors"))
         if size > LARGEST:
             raise cli.BadInput(f"the model takes {size} bytes, more than {LARGEST}: make it smaller")

@@ -1,0 +1,117 @@
+"""Does a model folder load and draw alike with older libraries? The same prompt and seed here and there.
+
+Makes a virtual environment of OLDER, which takes minutes and a few GB, unless --python names one. Without --model_dir
+four models are compared: the embedded one, what train.py makes of it with and without its text encoder, and what it
+makes of a tiny model that the older libraries saved. Prints a line a model and one of JSON. Exits with 1 where a weight
+is missing or has other numbers, the safety checker disagrees, or a pixel differs by more than --max_difference.
+
+    python benchmarks/older_libraries.py --model_dir models/emoji-64
+    python benchmarks/older_libraries.py
+"""
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+import numpy as np
+from common import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT, run
+
+OLDER = ("transformers==4.57.1", "diffusers==0.35.*", "accelerate==1.*")
+PLAIN = "benchmarks/plain_diffusers.py"
+TRAIN = ("--num_workers", 0, "--max_train_steps", 20, "--log_every", 1)
+STEPS = 20  # of a picture
+
+
+def make_environment(folder):
+    """Make a virtual environment of OLDER, and of the torch that runs here, and return its Python."""
+    venv.create(folder, with_pip=True)
+    python = Path(folder, "bin", "python")
+    torch = importlib.metadata.version("torch").split("+")[0]
+    subprocess.run([python, "-m", "pip", "install", "-q", f"torch=={torch}", *OLDER], check=True, stdout=sys.stderr)
+    return python
+
+
+def plain(python, *arguments):
+    """Run plain_diffusers.py with a Python and return the JSON it prints."""
+    done = subprocess.run([python, PLAIN, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{PLAIN} {arguments} ended with {done.returncode} under {python}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(pythons, model_dir, prompt, seed, folder):
+    """Return what differs between two Pythons that load a model and draw: pictures, weights, the safety checker."""
+    facts, pictures = [], []
+    for number, python in enumerate(pythons):
+        output = Path(folder, f"{number}.npy")
+        flags = ("--prompt", prompt, "--seed", seed, "--num_inference_steps", STEPS, "--output", output)
+        facts.append(plain(python, "draw", "--model_dir", model_dir, *flags))
+        pictures.append(np.load(output).astype(int))
+    return difference(facts, pictures)
+
+
+def difference(facts, pictures):
+    """Return what differs between two results of plain_diffusers.draw and their pictures [N, H, W, 3]."""
+    here, there = (fact["weights"] for fact in facts)
+    names = sorted(here.keys() | there.keys())
+    return {
+        "largest_difference": int(np.abs(pictures[0] - pictures[1]).max()),  # of 255
+        "missing": [key for fact in facts for key in fact["missing"]],
+        "other_weights": [name for name in names if here.get(name) != there.get(name)],
+        "flagged": [fact["flagged"] for fact in facts],
+    }
+
+
+def is_alike(found, max_difference):
+    """Return whether a model is the same to both: all but the rounding of its pixels."""
+    same = not found["missing"] and not found["other_weights"] and len(set(found["flagged"])) == 1
+    return same and found["largest_difference"] <= max_difference
+
+
+def make_models(older, folder):
+    """Return {what it is: (folder, prompt)} of the models to compare, trained where they are to be."""
+    plain(older, "save", "--model_dir", folder / "tiny")
+    subject = ("--instance_images_dir", ROOT / SUBJECT, "--class_images_dir", ROOT / SUBJECT)
+    made = {
+        "trained": (MODEL, PROMPTS),
+        "its text encoder frozen": (MODEL, (*PROMPTS, "--no-train_text_encoder")),
+        "trained, of a base by the older libraries": (folder / "tiny", ("--instance_prompt", "a zq cat",
+                                                                        "--class_prompt", "a cat")),
+    }  # fmt: skip
+    models = {"embedded": (MODEL, CLASS_PROMPT)}
+    for number, (name, (base, flags)) in enumerate(made.items()):
+        output = folder / str(number)
+        run("train.py", "--model_dir", base, "--output_dir", output, *subject, *flags, *TRAIN)
+        models[name] = (output, flags[1])
+    return models
+
+
+def main(args):
+    """Compare the models, print what differs, and return the exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        older = args.python or make_environment(folder / "older")
+        pythons = (sys.executable, older)
+        models = {"given": (Path(args.model_dir).resolve(), CLASS_PROMPT)} if args.model_dir else None
+        results = {}
+        for name, (model_dir, prompt) in (models or make_models(older, folder)).items():
+            results[name] = compare(pythons, model_dir, args.prompt or prompt, args.seed, folder)
+            print(f"{name:45s} largest difference of a pixel {results[name]['largest_difference']} of 255", flush=True)
+    alike = all(is_alike(found, args.max_difference) for found in results.values())
+    print(json.dumps({"models": results, "alike": alike}))
+    return 0 if alike else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_dir", help="model folder to compare; default: four, some of them trained for it")
+    parser.add_argument("--python", help="python of an environment with the older libraries; default: one is made")
+    parser.add_argument("--prompt", help="what to draw; default: a prompt that the model knows")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the pictures")
+    parser.add_argument("--max_difference", type=int, default=2, help="of a pixel's 255 values, by rounding")
+    sys.exit(main(parser.parse_args()))
