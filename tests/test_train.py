@@ -658,7 +658,11 @@ def test_a_killed_run_goes_on_bit_equal(command, tmp_path, sent):
         [sys.executable, ROOT / "train.py", *command.arguments(**flags)], stderr=subprocess.PIPE, text=True
     )
     log = command.work_dir / training.LOG
-    while len(training.read_log(log)) < 6 and process.poll() is None:
+
+    def is_under_way():  # a checkpoint is sealed beside the next steps
+        return len(training.read_log(log)) >= 6 and (sent == signal.SIGTERM or checkpoints(command.work_dir))
+
+    while not is_under_way() and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=60)
