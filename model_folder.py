@@ -209,8 +209,10 @@ def _token_ids(files, folder):
         vocabulary = vocabulary.get("model", {}).get("vocab", {})
     elif (folder / "added_tokens.json").is_file():
         added = set(read_json_file(folder / "added_tokens.json").values())
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))  # Unigram's is a list
-    return set(ids) | set(added)
+    ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))  # Unigram's is a list
+    if not all(isinstance(number, int) for number in ids | set(added)):
+        raise CheckFailed(f"{first} is not a vocabulary, a number for each token: fetch the model again")
+    return ids | set(added)
 
 
 def check_safetensors(path):

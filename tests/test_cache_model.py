@@ -46,6 +46,7 @@ WANTED = {
     "vae/config.json",
     "vae/diffusion_pytorch_model.safetensors",
 }
+TEXTS = {"vocab_size": 2}
 UNET, UNET_FP16 = "unet/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.fp16.safetensors"
 DECOYS = {
     "README.md",
@@ -66,7 +67,8 @@ def make_files(seed=0):
     files = {name: json.dumps({"file": name}).encode() for name in WANTED | DECOYS}
     for number, name in enumerate(sorted(name for name in files if name.endswith(".safetensors"))):
         files[name] = save({"weight": np.array([seed, number], np.float32)})
-    return files | {"model_index.json": json.dumps(INDEX).encode()}
+    values = {"model_index.json": INDEX, "tokenizer/vocab.json": {"a": 0, "b": 1}, "text_encoder/config.json": TEXTS}
+    return files | {name: json.dumps(value).encode() for name, value in values.items()}
 
 
 class Hub(ThreadingHTTPServer):

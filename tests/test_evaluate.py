@@ -418,12 +418,15 @@ def test_models_of_different_families(tiny_model, tuned_model, tmp_path):
 
 
 def test_what_an_older_configuration_does_not_say_is_no_other_family(tiny_model, tuned_model, tmp_path):
+    """It is what its class takes for granted."""
     older = shutil.copytree(tiny_model, tmp_path / "older")
-    config = json.loads((older / "unet" / "config.json").read_text())
-    (older / "unet" / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if k != "layers_per_block"})
-    )
+    path = older / "unet" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in config.items() if name != "in_channels"}))
     check_family(older, tuned_model)
+    path.write_text(json.dumps({name: value for name, value in config.items() if name != "layers_per_block"}))
+    with pytest.raises(cli.BadInput, match="unet's layers_per_block is 1 and 2"):
+        check_family(older, tuned_model)
 
 
 def test_class_images_that_were_drawn_in_another_way_are_noted(run, tiny_model, class_images, tmp_path, capsys):
