@@ -77,17 +77,16 @@ def _pictures(samples):
     return " ".join(f"![{path.stem}](samples/{path.name})" for path in samples)
 
 
-def _usage(config, prompt):
-    """Return how to draw with the folder; the type is given as its parts may be stored in several."""
-    folder, prompt = (json.dumps(text, ensure_ascii=False) for text in (Path(config["output_dir"]).name, prompt))
+def _usage(prompt):
+    """Return how to draw with the folder, wherever it lies; the type is given as its parts may be stored in several."""
     return f"""## Use
 
 ```python
 import torch
 from diffusers import DiffusionPipeline
 
-pipeline = DiffusionPipeline.from_pretrained({folder}, torch_dtype=torch.float32)
-image = pipeline({prompt}).images[0]
+pipeline = DiffusionPipeline.from_pretrained("path/to/this/folder", torch_dtype=torch.float32)
+image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]
 ```"""
 
 
@@ -115,7 +114,7 @@ does: `{prompt}`.
 
 Licence: that of the base model ({licence}); the photos are their owner's.
 {left_out}
-{_usage(config, one_line(config["instance_prompt"]))}
+{_usage(one_line(config["instance_prompt"]))}
 
 {_table({**config["settings"], "max_train_steps": step})}
 """
@@ -140,7 +139,7 @@ A UNet trained for {step} steps of {config["rows_per_step"]} images; its VAE and
 
 {captions}
 
-{_usage(config, one_line((config["sample_prompts"] or ["a caption like those it learned"])[0]))}
+{_usage(one_line((config["sample_prompts"] or ["a caption like those it learned"])[0]))}
 
 {_table({**config["settings"], "max_train_steps": step})}
 """

@@ -453,12 +453,11 @@ def test_what_was_trained_is_saved_as_all_releases_read_it(command, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch_dtype.*:FutureWarning")  # the name that all releases of Diffusers know
-def test_the_card_says_how_to_draw(command, monkeypatch):
+def test_the_card_says_how_to_draw(command):
     command(max_train_steps=1, instance_prompt='photo of "unqtkn" dog')
     card = (command.output_dir / "README.md").read_text()
     code = card.partition("```python\n")[2].partition("```")[0].replace(").images", ", num_inference_steps=2).images")
-    monkeypatch.chdir(command.output_dir.parent)
-    names = {}
+    code, names = code.replace("path/to/this/folder", str(command.output_dir)), {}
     exec(code, names)
     assert names["image"].size == (16, 16)
 
