@@ -28,6 +28,7 @@ from cli import (
     TryAgain,
     add_shared_flags,
     make_parser,
+    print_last,
     run,
     say,
 )
@@ -274,11 +275,11 @@ def main(args):
     name, folder = args.model_name, Path(args.model_name).expanduser()
     if folder.is_dir():
         check_pipeline(folder, "--model_name")
-        print(os.path.abspath(folder))
+        print_last(os.path.abspath(folder))
         return
     if name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1:
         raise BadInput(f"--model_name {name} is not a folder: check the path")
-    print(find_or_fetch(args, Path(os.path.abspath(args.model_dir), "models--" + name.replace("/", "--"))))
+    print_last(find_or_fetch(args, Path(os.path.abspath(args.model_dir), "models--" + name.replace("/", "--"))))
 
 
 if __name__ == "__main__":

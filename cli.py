@@ -55,6 +55,10 @@ class TryAgain(ToolError):
     exit_code = 75
 
 
+class Fault(ToolError):
+    """A fault of ours in a worker, as text: its exception may not be one that the driver knows."""
+
+
 class Stopped(ToolError):
     """A signal ended the run after it saved."""
 
@@ -72,7 +76,9 @@ class Terminated(KeyboardInterrupt):
 
 def run(main, args):
     """Call `main(args)` and leave the process with the exit code of what happened; one line on stderr for an error."""
+    global _results
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    _results, sys.stdout = sys.stdout, sys.stderr  # Ray prints there what goes wrong with its processes
     signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         main(args)
@@ -84,7 +90,7 @@ def run(main, args):
             traceback.print_exc()
         code, message = describe_error(error, args)
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
-    sys.stdout.flush()
+    _results.flush()
     sys.exit(code)
 
 
@@ -211,9 +217,17 @@ def listen(listener):
     _listeners.append(listener)
 
 
+_results = None  # stdout, which is for the last line alone once `run` has begun
+
+
+def print_last(line):
+    """Print the last line of stdout, which is for machines."""
+    print(line, file=_results or sys.stdout, flush=True)
+
+
 def print_result(**result):
-    """Print the last line of stdout, one JSON object for machines."""
-    print(json.dumps(result), flush=True)
+    """Print one JSON object as the last line of stdout."""
+    print_last(json.dumps(result))
 
 
 def check_text(flag, text):

@@ -9,11 +9,12 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cli import BadInput, ToolError, as_tool_error, listen, say
+from cli import BadInput, Fault, ToolError, as_tool_error, describe_error, listen, say
 from utils import no_gc
 
 OLDEST_RAY = (2, 60)
@@ -269,13 +270,12 @@ def _as_it_is(item):
 
 
 def _attempt(function, *arguments, **options):
-    """Return what a function returns, or the ToolError that it raises: Ray Data passes on the text of an exception."""
+    """Return what a function returns, or as a ToolError what it raises: Ray Data passes on the text of an exception."""
     try:
         return function(*arguments, **options)
     except Exception as error:
-        known = as_tool_error(error)
-        if known is None:
-            raise
+        known = as_tool_error(error) or Fault(describe_error(error)[1])
+        known.add_note(traceback.format_exc())  # for --debug
         return known
 
 

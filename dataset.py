@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from checkpoint import publish, read_manifest, staging
+from checkpoint import publish, read_manifest, recover, staging
 from cli import BadInput, CheckFailed, Progress, check_text, say
 from cluster import map_on_actors
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
@@ -132,8 +132,9 @@ def _fault(path):
 def read_size(path):
     """Return (width, height) of a picture as `read_image` gives it, from its header."""
     with Image.open(path) as image:
-        turns = image.getexif().get(ORIENTATION, 1) >= 5  # those that exchange the sides
-        return image.size[::-1] if turns else image.size
+        # Of a TIFF Pillow has exchanged the sides already.
+        exchanges = image.format != "TIFF" and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+        return image.size[::-1] if exchanges else image.size
 
 
 def draw_crop(size, rng=None, random_crop=True, random_flip=True):
@@ -293,15 +294,16 @@ class PosteriorEncoder:
         return to_pixel_values(read_image(path), self.resolution, rng, self.random_crop, self.random_flip)
 
 
-def cache_posteriors(folder, pairs, num_pairs, instance_images, class_images, encoder_options, **pool):
+def cache_posteriors(folder, pairs, num_pairs, instance_images, class_images, encoder_options, made_from=None, **pool):
     """Encode what the first `num_pairs` pairs use, with Ray Data, into `folder`; return at once where all is there.
 
-    What a shorter run has cached is kept. encoder_options: of PosteriorEncoder; pool: num_workers and the like, of
-    map_on_actors.
+    What a shorter run has cached is kept. encoder_options: of PosteriorEncoder; made_from: plain values that decide
+    the latents: a cache of others is made anew; pool: num_workers and the like, of map_on_actors.
     """
+    recover(folder)
     images = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
     images += [(str(path), i, None) for i, path in enumerate(class_images)]
-    cached = read_cache(folder, pairs)
+    cached = read_cache(folder, pairs, made_from)
     place, crops = plan_cache(pairs.rows_used(num_pairs), cached.pop("place"), images, encoder_options)
     if not crops:
         return
@@ -321,21 +323,22 @@ def cache_posteriors(folder, pairs, num_pairs, instance_images, class_images, en
     arrays |= {name: np.concatenate([earlier, arrays[name]]) for name, earlier in cached.items()}
     with staging(folder) as beside:
         save_file({**arrays, "place": place}, beside / "posteriors.safetensors")
-        publish(beside, folder, images=[[path, variant] for path, _, variant in images])
+        publish(beside, folder, made_from=made_from, images=[[path, variant] for path, _, variant in images])
 
 
-def read_cache(folder, pairs):
-    """Return {"mean", "std", "place"} of a whole cache; `place` alone, -1 for each row, where there is none.
+def read_cache(folder, pairs, made_from):
+    """Return {"mean", "std", "place"} of a whole cache made from the same; `place` alone, of -1, where there is none.
 
     mean, std: [N, c, h, w] float16; place: [num_rows], where of the N a row is, -1 where it is not cached.
     """
     from safetensors.numpy import load_file
 
-    nothing = {"place": np.full(pairs.num_rows, -1)}
-    if read_manifest(folder, deep=True) is None:
-        return nothing
-    cached = load_file(Path(folder) / "posteriors.safetensors")
-    return cached if "place" in cached else nothing  # an older version's
+    manifest = read_manifest(folder, deep=True)
+    if manifest and manifest.get("made_from") == made_from:
+        cached = load_file(Path(folder) / "posteriors.safetensors")
+        if len(cached.get("place", ())) == pairs.num_rows:  # an older version's has none
+            return cached
+    return {"place": np.full(pairs.num_rows, -1)}
 
 
 def plan_cache(rows, place, images, options):

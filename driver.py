@@ -2,6 +2,7 @@
 
 import contextlib
 import shutil
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 import checkpoint
 from cli import (
     BadInput,
+    Fault,
     Progress,
     Stopped,
     TryAgain,
@@ -26,10 +28,17 @@ from cluster import end_idle_actors, is_local, share_resources, start_ray
 from model_folder import count_weights
 from training import LOG, SAID, STOP, read_last_line, tell_driver
 
-TO_GO_ON = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, "posteriors", ".posteriors.*")
+TO_GO_ON = (
+    "checkpoint-*",
+    ".checkpoint-*",
+    checkpoint.LATEST,
+    f".{checkpoint.LATEST}.tmp",
+    "posteriors",
+    ".posteriors.*",
+)
 WORK_FILES = (*TO_GO_ON, LOG, "tensorboard", "ray", "validation")
 TRAINER = "ray.train.torch"  # the module of Ray that trains
-RECORD = "run.json"  # of the run in a work folder: its settings, its workers, whether its checkpoints are kept
+RECORD = "run.json"  # of the run in a work folder: settings, steps, workers, whether its checkpoints are kept
 
 
 def run_training(args, settings, plan_steps, train):
@@ -44,14 +53,17 @@ def run_training(args, settings, plan_steps, train):
     if is_finished(args.output_dir, settings, steps, args.overwrite):
         say(f"{args.output_dir} is trained for {steps} steps already")
         print_result(output_dir=args.output_dir, steps=steps, trained=0)
-        finish_dropping(args.work_dir)
+        if _is_to_drop(args):  # it was killed before it did
+            with contextlib.suppress(TryAgain), checkpoint.lock(Path(args.work_dir) / checkpoint.LOCK):
+                drop_checkpoints(args.work_dir)
         return
     check_can_go_on(args.output_dir, args.work_dir, steps, args.overwrite)
     with _lock_output(args), checkpoint.lock(Path(args.work_dir) / checkpoint.LOCK) as args.owner:
         checkpoint.recover(args.output_dir)
-        open_work_dir(args.work_dir, settings, num_workers, args.overwrite, args.keep_checkpoints)
+        record = {"settings": settings, "steps": steps, "num_workers": num_workers}
+        open_work_dir(args.work_dir, {**record, "keep_checkpoints": args.keep_checkpoints}, args.overwrite)
         result = train(steps, num_workers)
-        if not args.keep_checkpoints:
+        if _is_to_drop(args):
             drop_checkpoints(args.work_dir)
     print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
 
@@ -89,23 +101,30 @@ def check_can_go_on(output_dir, work_dir, steps, overwrite):
         )
 
 
+def _is_to_drop(args):
+    """Return whether the work folder holds what only a longer run needs, of the run that published --output_dir.
+
+    Not of one of other settings or another length, and not of one that was started to keep it.
+    """
+    manifest, record = checkpoint.read_manifest(args.output_dir), checkpoint.read_json(Path(args.work_dir) / RECORD)
+    is_published = manifest and (manifest["settings"], manifest["step"]) == (
+        record.get("settings"),
+        record.get("steps"),
+    )
+    return bool(is_published and not record["keep_checkpoints"] and _to_go_on(args.work_dir))
+
+
 def drop_checkpoints(work_dir):
-    """Remove what only a longer run needs: checkpoints, by names of ours, and the latent cache."""
+    """Remove what only a longer run needs: checkpoints and the latent cache."""
     _remove(_to_go_on(work_dir))
 
 
-def finish_dropping(work_dir):
-    """Drop the checkpoints of a finished run that was killed before it did, and was not started to keep them."""
-    keeps = checkpoint.read_json(Path(work_dir) / RECORD).get("keep_checkpoints", True)  # an older version says nothing
-    if not keeps and _to_go_on(work_dir):
-        with contextlib.suppress(TryAgain), checkpoint.lock(Path(work_dir) / checkpoint.LOCK):
-            drop_checkpoints(work_dir)
-
-
 def _to_go_on(work_dir):
+    """Return our own files among those that have such names: the folders that we sealed or were about to."""
     paths = [path for name in TO_GO_ON for path in Path(work_dir).glob(name)]
-    ours = checkpoint.CHECKPOINT_NAME.fullmatch
-    return [path for path in paths if path.name.startswith((".", "latest", "posteriors")) or ours(path.name)]
+    return [
+        path for path in paths if path.name[0] == "." or path.is_symlink() or (path / checkpoint.MANIFEST).is_file()
+    ]
 
 
 def _remove(paths):
@@ -113,18 +132,26 @@ def _remove(paths):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def open_work_dir(work_dir, settings, num_workers, overwrite, keep_checkpoints=True):
-    """Make `work_dir` the one of this run: kept where its settings are the same, emptied where nothing is lost."""
-    work_dir = Path(work_dir)
+def open_work_dir(work_dir, record, overwrite):
+    """Make `work_dir` the one of this run: kept where it can go on from there, emptied where nothing is lost.
+
+    record: what RECORD says. Raises BadInput, unless `overwrite`, where there are checkpoints of other settings, or one
+    past the run's steps.
+    """
+    work_dir, settings, steps = Path(work_dir), record["settings"], record["steps"]
     checkpoints = checkpoint.list_checkpoints(work_dir)
     earlier = checkpoint.read_json(work_dir / RECORD).get("settings")
     if earlier is None and checkpoints:
         earlier = checkpoint.read_manifest(checkpoints[-1][1])["settings"]
-    if earlier not in (None, settings):
+    reached = max((step for step, _ in checkpoints), default=0)
+    if earlier not in (None, settings) or reached > steps:
         if checkpoints and not overwrite:
             checkpoint.check_same_settings(settings, earlier, f"--work_dir {work_dir}")
+            raise BadInput(
+                f"--work_dir {work_dir} has a checkpoint of step {reached}, more than {steps}: train for {reached} or "
+                "more, or pass --overwrite, which drops it"
+            )
         _remove([path for name in WORK_FILES for path in work_dir.glob(name)])
-    record = {"settings": settings, "num_workers": num_workers, "keep_checkpoints": keep_checkpoints}
     checkpoint.write_json(work_dir / RECORD, record)
 
 
@@ -185,8 +212,8 @@ def run_workers(
         follower.result()
     shutil.rmtree(work_dir / "ray", ignore_errors=True)
     (work_dir / SAID).unlink(missing_ok=True)
-    if result["stopped"] and signals:
-        raise Stopped(signals[0])
+    if result["stopped"]:
+        raise Stopped(signals[0] if signals else signal.SIGTERM)  # without one somebody else asked for it
     return result
 
 
@@ -201,7 +228,8 @@ def _until_done(fit, max_failures, cluster):
         try:
             return fit()
         except Exception as error:
-            if not left or not all(isinstance(each, WorkerDied | None) for each in map(as_tool_error, causes(error))):
+            known = filter(None, map(as_tool_error, causes(error)))
+            if not left or not all(isinstance(each, WorkerDied | Fault) for each in known):
                 raise
             reason = describe_error(error)[1].split(". ")[0]
             say(f"warning: {reason}: starting the workers again from the newest checkpoint")

@@ -16,15 +16,19 @@ from cli import BadInput, CheckFailed, one_line, say
 CONFIGURATION = {".json", ".txt", ".model"}  # and a tokenizer's vocabulary
 MODEL_FILES = CONFIGURATION | {".safetensors"}
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("vocab.txt",), ("*.model",))  # a tokenizer has one
+WITHOUT_VOCABULARY = ("ByT5Tokenizer",)  # its tokens are bytes
 LEAST_TOKENS = 0.9  # of the text encoder's embeddings: some models round their number up, T5's to 32,128 of 32,100
 
 
 def read_json_file(path):
     """Return the JSON of a file of a model; raise CheckFailed where it is damaged."""
     try:
-        return json.loads(Path(path).read_text())
+        value = json.loads(Path(path).read_text())
     except ValueError as error:
         raise CheckFailed(f"{path} is not JSON ({error}): fetch the model again") from None
+    if not isinstance(value, dict):
+        raise CheckFailed(f"{path} is not a JSON object: fetch the model again")
+    return value
 
 
 def read_index(model_dir):
@@ -128,9 +132,9 @@ def check_pipeline(model_dir, flag="--model_dir"):
     parts = components(index)
     for name, (_, class_name) in parts.items():
         check_component(folder, name, class_name, flag)
-    for name in parts:
+    for name, (_, class_name) in parts.items():
         text_encoder = name.replace("tokenizer", "text_encoder")
-        if text_encoder != name and text_encoder in parts:
+        if text_encoder != name and text_encoder in parts and class_name not in WITHOUT_VOCABULARY:
             check_vocabulary(folder / name, read_vocab_size(read_config(folder, text_encoder)))
     return index
 
@@ -144,7 +148,7 @@ def check_component(folder, name, class_name, flag):
     if kind:
         if not any(part.iterdir()):
             raise BadInput(f"{part} is empty: fetch the model again")
-        if kind[0] == "Tokenizer":
+        if kind[0] == "Tokenizer" and class_name not in WITHOUT_VOCABULARY:
             find_vocabulary(part)
         return
     if not (part / "config.json").is_file():
@@ -184,10 +188,24 @@ def read_vocab_size(config):
 
 
 def check_vocabulary(folder, vocab_size):
-    """Raise BadInput unless a folder's tokenizer has as many tokens as its text encoder has embeddings."""
-    ids = _token_ids(find_vocabulary(folder), Path(folder))
-    if ids is not None:
-        check_num_tokens(folder, len(ids), max(ids, default=-1), vocab_size)
+    """Raise BadInput unless a folder's tokenizer has as many tokens as its text encoder has embeddings.
+
+    And a merge for each token of several symbols, where they are merged: without them words are read letter by letter.
+    """
+    files = find_vocabulary(folder)
+    if files[0].suffix == ".model":  # only its own library reads it
+        return
+    try:
+        tokens, added, num_merges = _read_vocabulary(files, Path(folder))
+        ids = {int(number) for number in (*tokens.values(), *added)}
+    except (TypeError, AttributeError, KeyError, ValueError):
+        raise CheckFailed(f"{files[0]} is not a tokenizer's vocabulary: fetch the model again") from None
+    check_num_tokens(folder, len(ids), max(ids, default=-1), vocab_size)
+    special = re.compile(r"<.*>")
+    words = [token for token, number in tokens.items() if number not in added and not special.fullmatch(token)]
+    num_merged = sum(len(token.removesuffix("</w>")) > 1 for token in words)
+    if num_merges is not None and num_merges < LEAST_TOKENS * num_merged:
+        raise BadInput(f"{folder} has {num_merges} merges for {num_merged} tokens of several letters: fetch it again")
 
 
 def check_num_tokens(place, count, highest, vocab_size):
@@ -196,23 +214,22 @@ def check_num_tokens(place, count, highest, vocab_size):
         raise BadInput(f"{place} has {count} tokens, the text encoder {vocab_size}: fetch the model again")
 
 
-def _token_ids(files, folder):
-    """Return the numbers of a tokenizer's tokens, None for a vocabulary that only its own library reads."""
+def _read_vocabulary(files, folder):
+    """Return ({token: number}, numbers of added tokens, how many merges, None for a tokenizer without)."""
     first = files[0]
-    if first.suffix == ".model":
-        return None
     if first.suffix == ".txt":
-        return set(range(len(first.read_text(encoding="utf-8").splitlines())))
-    vocabulary, added = read_json_file(first), {}
-    if first.name == "tokenizer.json":
-        added = {each["id"] for each in vocabulary.get("added_tokens", [])}
-        vocabulary = vocabulary.get("model", {}).get("vocab", {})
-    elif (folder / "added_tokens.json").is_file():
-        added = set(read_json_file(folder / "added_tokens.json").values())
-    ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))  # Unigram's is a list
-    if not all(isinstance(number, int) for number in ids | set(added)):
-        raise CheckFailed(f"{first} is not a vocabulary, a number for each token: fetch the model again")
-    return ids | set(added)
+        return {line: number for number, line in enumerate(first.read_text("utf-8").rstrip("\n").split("\n"))}, (), None
+    if first.name == "vocab.json":
+        path = folder / "added_tokens.json"
+        added = read_json_file(path).values() if path.is_file() else ()
+        merges = [line for line in files[1].read_text("utf-8").split("\n") if line and not line.startswith("#version")]
+        return read_json_file(first), set(added), len(merges)
+    parts = read_json_file(first)
+    model, added = parts["model"], {each["id"] for each in parts.get("added_tokens") or ()}
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):  # Unigram's, of [token, score]
+        vocabulary = {each[0]: number for number, each in enumerate(vocabulary)}
+    return vocabulary, added, len(model["merges"]) if model.get("type") == "BPE" else None
 
 
 def check_safetensors(path):
@@ -344,7 +361,8 @@ def max_tokens(model_dir):
     path = Path(model_dir) / "tokenizer" / "tokenizer_config.json"
     recorded = read_json_file(path).get("model_max_length") if path.is_file() else None
     positions = read_config(model_dir, "text_encoder").get("max_position_embeddings")
-    return min(filter(None, (recorded, positions)))  # what is recorded may be 10**30, for no limit
+    known = [each for each in (recorded, positions) if each]
+    return min(known) if known else _load_tokenizer(model_dir).model_max_length  # recorded may be 10**30: no limit
 
 
 def tokenize(model_dir, prompts):

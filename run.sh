@@ -68,12 +68,12 @@ DRAW_FLAGS=${DRAW_FLAGS:-}   # further flags of run_model.py and evaluate.py: "-
 CLASS_PROMPT="$PROMPT_START $CLASS_NAME"
 INSTANCE_PROMPT="$PROMPT_START $UNIQUE_TOKEN $CLASS_NAME"
 
-words() { # the words of the variable $1, one a line: quoted as in a shell, which would also run what it finds in them
+words() { # the words of the variable $1, one a line: quotes keep blanks in a word, and nothing is expanded or run
     xargs -r -n 1 printf '%s\n' <<<"${!1}" 2>/dev/null
 }
 for name in TRAIN_FLAGS DRAW_FLAGS; do
     if ! words "$name" >/dev/null; then
-        echo "run.sh: $name=${!name} has a quote without an end: close it" >&2
+        echo "run.sh: $name=${!name} cannot be split into words: close its quotes, on one line" >&2
         exit 2
     fi
 done
@@ -147,6 +147,9 @@ step_4() { # fine-tune the text encoder and the UNet
     local length=(--max_train_pairs "$NUM_TRAIN_PAIRS")
     if [[ $MAX_TRAIN_STEPS ]]; then
         length=(--max_train_steps "$MAX_TRAIN_STEPS")
+    fi
+    if [[ " ${TRAIN_WORDS[*]}" == *" --max_train_"* ]]; then # TRAIN_FLAGS says it
+        length=()
     fi
     .venv/bin/python train.py \
         --model_dir "$ORIG_MODEL_PATH" \

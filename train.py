@@ -47,6 +47,12 @@ SETTINGS = """
     reduce_dtype mixed_precision compile
 """.split()  # noqa: SIM905
 
+# Those that decide the cached latents, the digests of the model and the folders among them.
+CACHE_SETTINGS = """
+    model instance_images_dir class_images_dir resolution random_crop random_flip max_variants skip_bad_images seed
+    mixed_precision
+""".split()  # noqa: SIM905
+
 CARD_IMAGES = 4  # samples on the model card
 
 
@@ -334,7 +340,8 @@ def train(args, settings, steps, num_workers):
     names = ("model_dir", "resolution", "random_crop", "random_flip", "seed", "mixed_precision")
     encoder_options = {name: getattr(args, name) for name in names}
     pool = {"num_workers": num_workers, **cli.placement(args)}
-    cache_posteriors(posteriors_dir, pairs, num_pairs, *images, encoder_options, **pool)
+    made_from = {name: settings[name] for name in CACHE_SETTINGS}
+    cache_posteriors(posteriors_dir, pairs, num_pairs, *images, encoder_options, made_from, **pool)
     config = {
         **vars(args),
         "settings": settings,

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -22,11 +23,13 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if "\ndef parse_args(" 
 
 @pytest.fixture(autouse=True)
 def keep_signals(monkeypatch):
-    """`run` sets a handler and a variable for the process that a script is: put both back."""
+    """`run` sets a handler, a variable and stdout for the process that a script is: put them back."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setattr(sys, "argv", ["/somewhere/script.py"])
     earlier = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stdout = sys.stdout
     yield
+    sys.stdout, cli._results = stdout, None
     for number, handler in earlier.items():
         signal.signal(number, handler)
 
@@ -220,7 +223,7 @@ def test_a_full_memory_names_flags_of_the_script_that_help(capsys, name, flags, 
     assert capsys.readouterr().err == f"script.py: out of memory: {remedy}\n"
     with pytest.raises(SystemExit):
         importlib.import_module(name).parse_args(["--help"])
-    help_text = capsys.readouterr().out
+    help_text = "".join(capsys.readouterr())  # `run` has put stdout aside
     assert all(flag in help_text for flag in remedy.replace(",", "").split() if flag.startswith("--"))
 
 
@@ -543,3 +546,21 @@ def test_a_share_that_fits_exactly_is_not_refused_for_rounding(cpus, num_workers
 def test_what_the_cluster_can_never_hold_is_refused(resources, num_workers, flags, said):
     with pytest.raises(cli.BadInput, match=f"--num_workers {said}"):
         cluster.share_resources(resources, num_workers, **flags)
+
+
+def test_stdout_holds_the_last_line_alone(tmp_path):
+    """Ray prints there, in a thread of its own, what its processes die of."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import argparse, threading, cli\n"
+        "def main(args):\n"
+        "    print('a worker died')\n"
+        "    cli.print_result(done=1)\n"
+        "    print('another one')\n"
+        "cli.run(main, argparse.Namespace(debug=False))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert (done.returncode, done.stdout) == (0, '{"done": 1}\n')
+    assert done.stderr == "a worker died\nanother one\n"

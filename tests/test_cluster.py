@@ -229,15 +229,15 @@ def test_an_actor_that_dies_each_time_is_given_up(ray_session, tmp_path, when):
 
 
 @pytest.mark.ray
-def test_an_error_of_ours_in_an_actor_is_no_death_for_memory(ray_session):
+def test_an_error_of_ours_in_an_actor_is_told_as_it_is(ray_session, capfd):
     class Faulty:
         def __init__(self, num_threads):
             raise KeyError("scaling_factor")
 
-    with pytest.raises(ray.exceptions.ActorDiedError) as caught:
+    with pytest.raises(cli.ToolError) as caught:
         list(cluster.map_on_actors(Faulty, {}, [{}], 1))
-    code, message = cli.describe_error(caught.value)
-    assert code == 1 and "scaling_factor" in message
+    assert cli.describe_error(caught.value) == (1, "KeyError: 'scaling_factor' (--debug shows where)")
+    assert "in __init__" in caught.value.__notes__[0] and capfd.readouterr().out == ""
 
 
 class Whereabouts:

@@ -6,6 +6,7 @@ import warnings
 import zlib
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -711,13 +712,38 @@ def test_variants_that_cannot_differ_are_encoded_once(tiny_model, tmp_path, monk
         assert np.array_equal(crop, to_pixel_values(read_image(photos[image]), RESOLUTION, same, **flags))
 
 
-@pytest.mark.parametrize("orientation", [None, 1, 3, 6, 8])
-def test_the_size_in_the_header_is_that_of_the_picture(tmp_path, orientation):
-    exif = Image.Exif()
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", [None, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+def test_the_size_in_the_header_is_that_of_the_picture(tmp_path, orientation, suffix):
+    exif, path = Image.Exif(), tmp_path / f"photo.{suffix}"
     if orientation:
         exif[0x0112] = orientation
+    Image.new("RGB", (24, 20)).save(path, exif=exif)
+    assert dataset.read_size(path) == read_image(path).size
+
+
+def test_an_orientation_that_is_no_number_turns_nothing(tmp_path):
+    """A tag of the wrong type, the text "6"."""
+    entry = b"\x01\x12\x00\x02\x00\x00\x00\x02" + b"6\x00\x00\x00"
+    exif = b"Exif\x00\x00" + b"MM\x00*\x00\x00\x00\x08" + b"\x00\x01" + entry + b"\x00\x00\x00\x00"
     Image.new("RGB", (24, 20)).save(tmp_path / "photo.jpg", exif=exif)
-    assert dataset.read_size(tmp_path / "photo.jpg") == read_image(tmp_path / "photo.jpg").size
+    with Image.open(tmp_path / "photo.jpg") as image:
+        assert image.getexif()[0x0112] == "6"
+    assert dataset.read_size(tmp_path / "photo.jpg") == read_image(tmp_path / "photo.jpg").size == (24, 20)
+
+
+def test_a_cache_of_something_else_is_made_anew(cached, tiny_model, tmp_path):
+    """Its run.json may be gone; a kill may have come between the two renames of its publishing."""
+    _, pairs, instance, others = cached
+    options = {"model_dir": str(tiny_model), **OPTIONS}
+    for made_from, num_encoded in (({"seed": 1}, 17), ({"seed": 1}, 0), ({"seed": 2}, 17)):
+        with mock.patch.object(dataset, "map_on_actors", wraps=dataset.map_on_actors) as mapped:
+            folder = tmp_path / "cache"
+            cache_posteriors(folder, pairs, 10**6, instance, others, options, made_from, num_workers=0)
+        assert sum(len(item["crops"]) for call in mapped.mock_calls for item in call.args[2]) == max(0, num_encoded - 1)
+    folder.rename(tmp_path / ".cache.replaced")
+    with mock.patch.object(dataset, "map_on_actors", side_effect=AssertionError("encoded again")):
+        cache_posteriors(folder, pairs, 10**6, instance, others, options, made_from, num_workers=0)
 
 
 def test_the_cache_of_an_older_version_is_filled_anew(cached, tiny_model, tmp_path, monkeypatch):

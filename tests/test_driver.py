@@ -72,26 +72,41 @@ def add_checkpoint(work_dir):
     checkpoint.save_checkpoint(work_dir, 2, write, {}, keep=1)
 
 
+def make_record(**changed):
+    return {"settings": SETTINGS, "steps": 4, "num_workers": 0, "keep_checkpoints": True, **changed}
+
+
+def test_a_checkpoint_past_the_length_of_a_run_is_not_taken_for_its_end(tmp_path):
+    driver.open_work_dir(tmp_path, make_record(steps=2), False)
+    add_checkpoint(tmp_path)  # of step 2
+    driver.open_work_dir(tmp_path, make_record(steps=2), False)
+    with pytest.raises(cli.BadInput, match=r"checkpoint of step 2, more than 1: train for 2 or more, or pass --overw"):
+        driver.open_work_dir(tmp_path, make_record(steps=1), False)
+    assert checkpoint.newest_checkpoint(tmp_path)[0] == 2
+    driver.open_work_dir(tmp_path, make_record(steps=1), True)
+    assert checkpoint.newest_checkpoint(tmp_path) == (0, None)
+
+
 def test_a_work_folder_is_kept_for_the_same_settings(tmp_path):
     work_dir = tmp_path / "work"
     work_dir.mkdir()
     assert driver.recorded_workers(work_dir) is None
-    driver.open_work_dir(work_dir, SETTINGS, 2, False)
+    driver.open_work_dir(work_dir, make_record(num_workers=2), False)
     assert driver.recorded_workers(work_dir) == 2
     add_checkpoint(work_dir)
-    driver.open_work_dir(work_dir, SETTINGS, 0, False)
+    driver.open_work_dir(work_dir, make_record(), False)
     assert driver.recorded_workers(work_dir) == 0 and checkpoint.newest_checkpoint(work_dir)[0] == 2
     with pytest.raises(cli.BadInput, match="seed was 0, now 1"):
-        driver.open_work_dir(work_dir, {**SETTINGS, "seed": 1}, 0, False)
+        driver.open_work_dir(work_dir, make_record(settings={**SETTINGS, "seed": 1}), False)
     assert checkpoint.newest_checkpoint(work_dir)[0] == 2
-    driver.open_work_dir(work_dir, {**SETTINGS, "seed": 1}, 0, True)
+    driver.open_work_dir(work_dir, make_record(settings={**SETTINGS, "seed": 1}), True)
     assert os.listdir(work_dir) == [driver.RECORD]
 
 
 def test_a_work_folder_without_checkpoints_is_no_loss(tmp_path):
-    driver.open_work_dir(tmp_path, SETTINGS, 0, False)
+    driver.open_work_dir(tmp_path, make_record(), False)
     (tmp_path / training.LOG).write_text("")
-    driver.open_work_dir(tmp_path, {**SETTINGS, "seed": 1}, 0, False)
+    driver.open_work_dir(tmp_path, make_record(settings={**SETTINGS, "seed": 1}), False)
     assert os.listdir(tmp_path) == [driver.RECORD]
 
 

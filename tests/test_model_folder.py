@@ -16,6 +16,7 @@ from model_folder import (
     check_pipeline,
     check_resolution,
     check_safetensors,
+    check_vocabulary,
     component_files,
     copy_component,
     count_weights,
@@ -192,6 +193,43 @@ def test_a_tokenizer_of_another_text_encoder_is_refused(model, change):
     found = 2 if change == "two" else count + 1
     with pytest.raises(cli.BadInput, match=f"tokenizer has {found} tokens, the text encoder {count}"):
         check_pipeline(model)
+
+
+def test_a_tokenizer_with_half_of_its_merges_is_refused(tmp_path):
+    """It reads words letter by letter: its text encoder has never seen them so."""
+    for name, half in (("merges.txt", lambda text: text[: len(text) // 2]), ("merges.txt", lambda text: "")):
+        folder = shutil.copytree(ROOT / "models" / "emoji-64" / "tokenizer", tmp_path / "tokenizer", dirs_exist_ok=True)
+        check_vocabulary(folder, 2500)
+        (folder / "tokenizer.json").unlink()
+        check_vocabulary(folder, 2500)
+        (folder / name).write_text(half((folder / name).read_text()))
+        with pytest.raises(cli.BadInput, match=r"has \d+ merges for 1986 tokens of several letters"):
+            check_vocabulary(folder, 2500)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"model": null}', '{"model": {"vocab": {"a": "x"}}}', '{"added_tokens": [1]}'])
+def test_a_vocabulary_that_is_none_fails_the_check(model, text):
+    (model / "tokenizer" / "tokenizer.json").write_text(text)
+    with pytest.raises(cli.CheckFailed, match=r"tokenizer\.json is not a"):
+        check_pipeline(model)
+
+
+def test_tokenizers_of_other_kinds_pass(tmp_path):
+    """Unigram's vocabulary is a list, WordPiece's a text file in which a line may hold what else ends lines."""
+    unigram = {"model": {"type": "Unigram", "vocab": [["a", 0.0], ["dog", -1.0]]}, "added_tokens": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
+    check_vocabulary(tmp_path, 2)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\ndog\n", "utf-8")
+    check_vocabulary(tmp_path, 4)
+
+
+def test_a_tokenizer_of_bytes_has_no_vocabulary(model):
+    index = json.loads((model / "model_index.json").read_text())
+    index["tokenizer"] = ["transformers", "ByT5Tokenizer"]
+    (model / "model_index.json").write_text(json.dumps(index))
+    (model / "tokenizer" / "tokenizer.json").unlink()
+    check_pipeline(model)
 
 
 def test_tokens_rounded_up_and_vocabularies_of_other_libraries_pass(model):

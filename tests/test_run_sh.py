@@ -146,7 +146,7 @@ def test_further_flags_come_last_and_are_words_alone(words, tmp_path, flags, exp
 def test_a_quote_without_an_end_ends_the_run_before_it_starts(name, tmp_path):
     done = run_sh("1", **{name: "--negative_prompt 'a b"}, DATA_PREFIX=tmp_path / "data")
     assert done.returncode == 2 and done.stderr == (
-        f"run.sh: {name}=--negative_prompt 'a b has a quote without an end: close it\n"
+        f"run.sh: {name}=--negative_prompt 'a b cannot be split into words: close its quotes, on one line\n"
     )
     assert not list(tmp_path.iterdir())
 

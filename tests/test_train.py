@@ -149,11 +149,7 @@ def test_what_only_a_longer_run_needs_goes_with_the_publishing(command, tiny_mod
     """A checkpoint of Stable Diffusion 1.x is 11.8 GB, and two are kept while it trains."""
     flags = {"keep_checkpoints": False, "checkpointing_steps": 2}
     command(max_train_steps=2, **flags)
-    other = command.work_dir / "checkpoint-000002-best"
-    other.mkdir()  # a person's
-    assert {path.name for path in command.work_dir.iterdir()} == {
-        *("log.jsonl", "run.json", "tensorboard", ".lock", other.name),
-    }
+    assert {path.name for path in command.work_dir.iterdir()} == {"log.jsonl", "run.json", "tensorboard", ".lock"}
     assert checkpoint.read_manifest(command.output_dir, deep=True)["step"] == 2
     before = tree(command.output_dir.parent)
     command(max_train_steps=2, **flags)
@@ -166,6 +162,42 @@ def test_what_only_a_longer_run_needs_goes_with_the_publishing(command, tiny_mod
     assert checkpoints(command.work_dir) == {4}
     command(max_train_steps=4, **flags)  # it was started to keep them
     assert checkpoints(command.work_dir) == {4}
+
+
+def test_folders_that_are_not_ours_stay(command):
+    """Accelerate's checkpoints have such names, and so have copies of ours."""
+    others = [command.work_dir / name for name in ("checkpoint-100000", "checkpoint-000001-best", "posteriors")]
+    for folder in others:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text("a person's")
+    command(max_train_steps=1, keep_checkpoints=False)
+    assert all((folder / "weights").is_file() for folder in others[:2]) and checkpoints(command.work_dir) == set()
+
+
+def test_checkpoints_of_a_longer_run_outlive_the_command_of_a_shorter_one(command, power_cut):
+    command(max_train_steps=2, keep_checkpoints=True)
+    with power_cut():
+        command(max_train_steps=8, keep_checkpoints=False, checkpointing_steps=1)
+    assert 3 in checkpoints(command.work_dir)
+    command(max_train_steps=2, keep_checkpoints=False)
+    assert 3 in checkpoints(command.work_dir)
+    with pytest.raises(cli.BadInput, match="checkpoint of step 3, more than 1"):
+        command(max_train_steps=1, output_dir=command.output_dir.with_name("other"), work_dir=command.work_dir)
+    command(max_train_steps=8, keep_checkpoints=False)
+    assert checkpoints(command.work_dir) == set() and checkpoint.read_manifest(command.output_dir)["step"] == 8
+
+
+def test_a_run_that_is_stopped_without_a_signal_drops_nothing(command, monkeypatch):
+    real = training.accumulate_gradients
+
+    def stop(run, step, *rest):
+        (command.work_dir / training.STOP).touch()
+        return real(run, step, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(cli.Stopped):
+        patch.setattr(training, "accumulate_gradients", stop)
+        command(max_train_steps=8, keep_checkpoints=False)
+    assert checkpoints(command.work_dir) == {1} and not command.output_dir.exists()
 
 
 def test_a_kill_before_checkpoints_are_dropped_is_made_up_for(command, monkeypatch):
