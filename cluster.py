@@ -44,6 +44,8 @@ def start_ray(address=None, insecure_cluster=False, module="ray.data"):
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+    # Paragraphs on each death of a worker: an actor tells when it was started again, as_tool_error when it was not.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|Task .* retries remaining")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # an actor pool logs an error of no consequence each time
     # A small machine with readers, actors and trainers would be warned of many processes.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(8, os.cpu_count())))
@@ -279,6 +281,14 @@ def _attempt(function, *arguments, **options):
         return known
 
 
+def _was_restarted():
+    """Return whether this process is an actor of Ray's that was started again after a death."""
+    import ray
+
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    return bool(context and context.get_actor_id() and context.was_current_actor_reconstructed)
+
+
 class _Prepare:
     """What a Ray Data task does: one item in, some out, as bytes of one column, each with what was said: nothing."""
 
@@ -305,6 +315,8 @@ class _Actor:
     def __init__(self, worker_class, options):
         self.thread, self.said = ThreadPoolExecutor(1), []
         listen(self.said.append)
+        if _was_restarted():
+            say("warning: a worker process died, and was started again")
         with no_gc():
             self.worker = self._run(worker_class, **options)
 

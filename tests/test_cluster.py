@@ -229,6 +229,23 @@ def test_an_actor_that_dies_each_time_is_given_up(ray_session, tmp_path, when):
 
 
 @pytest.mark.ray
+def test_an_actor_that_dies_once_is_started_again_and_says_so(ray_session, tmp_path, capfd):
+    class Mortal:
+        def __init__(self, num_threads):
+            pass
+
+        def __call__(self, item):
+            if not (tmp_path / "died").exists():
+                (tmp_path / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return item
+
+    results = list(cluster.map_on_actors(Mortal, {}, [{"number": i} for i in range(3)], 1))
+    assert sorted(result["number"] for result in results) == [0, 1, 2]
+    assert capfd.readouterr().err.count("warning: a worker process died, and was started again") == 1
+
+
+@pytest.mark.ray
 def test_an_error_of_ours_in_an_actor_is_told_as_it_is(ray_session, capfd):
     class Faulty:
         def __init__(self, num_threads):
