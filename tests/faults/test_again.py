@@ -15,7 +15,7 @@ del sys.argv[0]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    print(*sorted({"diffusers", "ray", "torch", "transformers"} & sys.modules.keys()))
+    print(*sorted({"diffusers", "ray", "torch", "transformers"} & sys.modules.keys()), file=sys.__stdout__)
 """
 
 

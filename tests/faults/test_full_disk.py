@@ -48,7 +48,7 @@ def test_a_checkpoint_that_does_not_fit(half, sizes, tmp_path, name, byte):
     full = finish(train(tmp_path / "out", **FLAGS), code=4, largest_file=byte % sizes[name])
     assert "disk full" in told(full)
     after = what_counts(tmp_path / "out.work")
-    assert [path for path in after if before.get(path) != after[path]] == ["log.jsonl"]
+    assert [path for path in after if before.get(path) != after[path]] == ["log.jsonl", "run.json"]  # the new length
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob(".*.staging"))
     assert checkpoint.newest_checkpoint(tmp_path / "out.work")[0] == 10
     assert_same(tmp_path / "out", half / "out")

@@ -17,7 +17,7 @@ FLAGS = {"checkpointing_steps": 1, "checkpoints_total_limit": 2}
 def spoil_cache(work_dir, rows):
     """Make some cached latents NaN, sealed as if the VAE had made them so."""
     folder = work_dir / "posteriors"
-    images = checkpoint.read_manifest(folder)["images"]
+    facts = {name: fact for name, fact in checkpoint.read_manifest(folder).items() if name != "files"}
     arrays = load_file(folder / "posteriors.safetensors")
     place = arrays.pop("place").clip(0)  # all rows, also those that a longer run would add
     arrays = {name: array[place] for name, array in arrays.items()}
@@ -25,7 +25,7 @@ def spoil_cache(work_dir, rows):
     arrays["place"] = np.arange(len(place))
     with checkpoint.staging(folder) as beside:
         save_file(arrays, beside / "posteriors.safetensors")
-        checkpoint.publish(beside, folder, images=images)
+        checkpoint.publish(beside, folder, **facts)
 
 
 def skipped(work_dir):
