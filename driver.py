@@ -28,15 +28,8 @@ from cluster import end_idle_actors, is_local, share_resources, start_ray
 from model_folder import count_weights
 from training import LOG, SAID, STOP, read_last_line, tell_driver
 
-TO_GO_ON = (
-    "checkpoint-*",
-    ".checkpoint-*",
-    checkpoint.LATEST,
-    f".{checkpoint.LATEST}.tmp",
-    "posteriors",
-    ".posteriors.*",
-)
-WORK_FILES = (*TO_GO_ON, LOG, "tensorboard", "ray", "validation")
+TO_GO_ON = ("checkpoint-*", ".checkpoint-*", checkpoint.LATEST, ".latest.tmp", "posteriors", ".posteriors.*")
+WORK_FILES = (LOG, "tensorboard", "ray", "validation")
 TRAINER = "ray.train.torch"  # the module of Ray that trains
 RECORD = "run.json"  # of the run in a work folder: settings, steps, workers, whether its checkpoints are kept
 
@@ -106,12 +99,12 @@ def _is_to_drop(args):
 
     Not of one of other settings or another length, and not of one that was started to keep it.
     """
-    manifest, record = checkpoint.read_manifest(args.output_dir), checkpoint.read_json(Path(args.work_dir) / RECORD)
-    is_published = manifest and (manifest["settings"], manifest["step"]) == (
-        record.get("settings"),
-        record.get("steps"),
-    )
-    return bool(is_published and not record["keep_checkpoints"] and _to_go_on(args.work_dir))
+    record = checkpoint.read_json(Path(args.work_dir) / RECORD)
+    if record.get("keep_checkpoints", True):  # an older version's record says nothing
+        return False
+    manifest = checkpoint.read_manifest(args.output_dir) or {}
+    is_its = (manifest.get("settings"), manifest.get("step")) == (record["settings"], record["steps"])
+    return is_its and bool(_to_go_on(args.work_dir))
 
 
 def drop_checkpoints(work_dir):
@@ -121,10 +114,11 @@ def drop_checkpoints(work_dir):
 
 def _to_go_on(work_dir):
     """Return our own files among those that have such names: the folders that we sealed or were about to."""
-    paths = [path for name in TO_GO_ON for path in Path(work_dir).glob(name)]
-    return [
-        path for path in paths if path.name[0] == "." or path.is_symlink() or (path / checkpoint.MANIFEST).is_file()
-    ]
+
+    def is_ours(path):
+        return path.name[0] == "." or path.is_symlink() or (path / checkpoint.MANIFEST).is_file()
+
+    return [path for name in TO_GO_ON for path in Path(work_dir).glob(name) if is_ours(path)]
 
 
 def _remove(paths):
@@ -151,7 +145,7 @@ def open_work_dir(work_dir, record, overwrite):
                 f"--work_dir {work_dir} has a checkpoint of step {reached}, more than {steps}: train for {reached} or "
                 "more, or pass --overwrite, which drops it"
             )
-        _remove([path for name in WORK_FILES for path in work_dir.glob(name)])
+        _remove([*_to_go_on(work_dir), *(path for name in WORK_FILES for path in work_dir.glob(name))])
     checkpoint.write_json(work_dir / RECORD, record)
 
 

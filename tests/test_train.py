@@ -172,6 +172,8 @@ def test_folders_that_are_not_ours_stay(command):
         (folder / "weights").write_text("a person's")
     command(max_train_steps=1, keep_checkpoints=False)
     assert all((folder / "weights").is_file() for folder in others[:2]) and checkpoints(command.work_dir) == set()
+    command(max_train_steps=1, lr=1e-3, overwrite=True)
+    assert all((folder / "weights").is_file() for folder in others[:2])
 
 
 def test_checkpoints_of_a_longer_run_outlive_the_command_of_a_shorter_one(command, power_cut):

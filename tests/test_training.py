@@ -96,6 +96,20 @@ def test_skipped_steps_leave_the_others_as_they_would_be_without_them():
     assert torch.equal(*weights)
 
 
+def test_a_run_in_bf16_goes_on_in_fp16(monkeypatch):
+    """`auto` takes the type that the GPU at hand computes in; a run in bf16 leaves no loss scale."""
+    config = {"lr": 0.1, "adam_weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler": "constant"}
+    config |= {"lr_warmup_steps": 0, "max_train_steps": 4}
+    monkeypatch.setattr(training.parallel, "restore_optimizer", lambda *arguments: None)
+    place = training.Place(0, 1, torch.device("cpu"))
+    for earlier, later in ((torch.bfloat16, torch.float16), (torch.float16, torch.float16)):
+        modules = {"unet": torch.nn.Linear(2, 2)}
+        scaler = training.make_optimizer(config, modules, place, earlier, None).scaler
+        manifest = {"scaler": scaler.state_dict()}
+        monkeypatch.setattr(training.checkpoint, "read_manifest", lambda folder, manifest=manifest: manifest)
+        assert training.make_optimizer(config, modules, place, later, "folder").scaler.get_scale() == 2**16
+
+
 def test_learning_rate_is_a_function_of_the_step():
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = training.Optimizer([weight], 1.0, 0.0, 1.0, False, torch.device("cpu"), ("linear", 2, 6))
