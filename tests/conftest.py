@@ -140,6 +140,17 @@ def tree(folder):
     }
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Threads that wait for each other make the tiny models ten times slower on a busy machine."""
+    import torch
+
+    earlier = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(earlier)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

@@ -14,20 +14,11 @@ import utils
 from checkpoint import lock
 from drawing import draw_folder, draw_folders, image_name, read_metadata
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SAMPLER = {"sampler": "model", "num_inference_steps": 2, "guidance_scale": 7.5}
 SAMPLER |= {"negative_prompt": "", "height": None, "width": None}
 POOL = {"batch_size": 4, "num_workers": 0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that wait for each other make the tiny models ten times slower on a busy machine."""
-    import torch
-
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 @pytest.fixture

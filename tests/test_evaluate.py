@@ -22,18 +22,9 @@ from cluster import map_on_actors
 from evaluate import check_family, main, parse_args
 from measures import MEASURES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = ["photo of a {}", "a {} in the snow"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that wait for each other make the tiny models ten times slower on a busy machine."""
-    import torch
-
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from dataset import crop_square, read_image, scale_pixels
 from latents import digest_encoders
 from storage import Folder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CAPTIONS = [
     "a cat.",
     "two dogs",
@@ -33,17 +35,6 @@ CAPTIONS = [
     "-",
 ]
 PARTS = [f"part-000000-{chunk:04d}.parquet" for chunk in range(3)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that wait for each other make the tiny model ten times slower on a busy machine."""
-    import torch
-
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 def make_data(folder, bad=(), count=10, **options):

@@ -23,18 +23,9 @@ from checkpoint import lock, sha256_file
 from drawing import MAX_REDRAWS, SAMPLER, ImageDrawer, image_name, make_items
 from utils import image_seed
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}-\d{5}\.png")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads that wait for each other make the tiny model ten times slower on a busy machine."""
-    import torch
-
-    earlier = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(earlier)
 
 
 @pytest.fixture
