@@ -254,7 +254,6 @@ def _on_ray(
         return rows
     # Ray Data starts an actor that dies again for ever. Ray 2.60 warns that these two options will get another place,
     # which it does not have yet.
-    bounds = {"max_restarts": max_failures, "max_task_retries": max_failures}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RayDeprecationWarning)
         return rows.map(
@@ -263,7 +262,8 @@ def _on_ray(
             compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
             num_cpus=cpus / 2,  # half of what it uses: Ray Data's own tasks must find a place, or all wait for ever
             num_gpus=gpus,
-            **bounds,
+            max_restarts=max_failures,
+            max_task_retries=max_failures,
         )
 
 

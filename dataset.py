@@ -303,8 +303,8 @@ def cache_posteriors(folder, pairs, num_pairs, instance_images, class_images, en
     recover(folder)
     images = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
     images += [(str(path), i, None) for i, path in enumerate(class_images)]
-    cached = read_cache(folder, pairs, made_from)
-    place, crops = plan_cache(pairs.rows_used(num_pairs), cached.pop("place"), images, encoder_options)
+    earlier_place = read_places(folder, pairs, made_from)
+    place, crops = plan_cache(pairs.rows_used(num_pairs), earlier_place, images, encoder_options)
     if not crops:
         return
     items = [{"crops": crops[start : start + ENCODE_BATCH]} for start in range(0, len(crops), ENCODE_BATCH)]
@@ -318,33 +318,38 @@ def cache_posteriors(folder, pairs, num_pairs, instance_images, class_images, en
     broken = [path for i, path, *_ in crops if not all(np.isfinite(array[i]).all() for array in arrays.values())]
     if broken:
         raise CheckFailed(f"the VAE gives no finite latents for {broken[0]}: check the model and the image")
-    from safetensors.numpy import save_file
+    from safetensors.numpy import load_file, save_file
 
-    arrays |= {name: np.concatenate([earlier, arrays[name]]) for name, earlier in cached.items()}
+    if earlier_place.max() >= 0:
+        earlier = load_file(Path(folder) / "posteriors.safetensors")
+        arrays = {name: np.concatenate([earlier[name], arrays[name]]) for name in arrays}
     with staging(folder) as beside:
         save_file({**arrays, "place": place}, beside / "posteriors.safetensors")
         publish(beside, folder, made_from=made_from, images=[[path, variant] for path, _, variant in images])
 
 
-def read_cache(folder, pairs, made_from):
-    """Return {"mean", "std", "place"} of a whole cache made from the same; `place` alone, of -1, where there is none.
+def read_places(folder, pairs, made_from):
+    """Return where in the cache each row is, [num_rows], -1 where it is not; no latents are read.
 
-    mean, std: [N, c, h, w] float16; place: [num_rows], where of the N a row is, -1 where it is not cached.
+    A cache that is not whole, or made from something else, has no rows. It holds this as `place`, beside `mean` and
+    `std`, [N, c, h, w] float16.
     """
-    from safetensors.numpy import load_file
+    from safetensors import safe_open
 
+    nowhere = np.full(pairs.num_rows, -1)
     manifest = read_manifest(folder, deep=True)
-    if manifest and manifest.get("made_from") == made_from:
-        cached = load_file(Path(folder) / "posteriors.safetensors")
-        if len(cached.get("place", ())) == pairs.num_rows:  # an older version's has none
-            return cached
-    return {"place": np.full(pairs.num_rows, -1)}
+    if not manifest or manifest.get("made_from") != made_from:
+        return nowhere
+    with safe_open(Path(folder) / "posteriors.safetensors", framework="np") as file:
+        names = file.keys()
+        place = file.get_tensor("place") if "place" in names else ()  # an older version's has none
+    return place if len(place) == pairs.num_rows else nowhere
 
 
 def plan_cache(rows, place, images, options):
     """Return (place with these rows, the crops to encode for them [(number, path, image, variant)]).
 
-    Crops that come out alike, say of a square photo, are encoded once. place: of read_cache; images: (path, image,
+    Crops that come out alike, say of a square photo, are encoded once. place: of read_places; images: (path, image,
     variant) of all rows; options: of PosteriorEncoder.
     """
     flags = {name: options[name] for name in ("random_crop", "random_flip")}

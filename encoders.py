@@ -79,11 +79,11 @@ def find_cached(name):
 
 def _has_all_files(snapshot):
     model_type = read_model_type(snapshot)
-    if model_type == "clip":
-        with contextlib.suppress(BadInput):
-            return bool(find_vocabulary(snapshot)) and any(snapshot.glob(FILES[-1]))
-        return False
-    return model_type is not None and any(snapshot.glob(FILES[-1]))
+    with contextlib.suppress(BadInput):
+        if model_type == "clip":
+            find_vocabulary(snapshot)
+        return model_type is not None and any(snapshot.glob(FILES[-1]))
+    return False
 
 
 def fetch(name, flag):
