@@ -18,21 +18,12 @@ import signal
 import sys
 from pathlib import Path
 
-from checkpoint import check_space, check_writable, lock, write_bytes
-from cli import (
-    BadInput,
-    CheckFailed,
-    OutOfResource,
-    Stopped,
-    ToolError,
-    TryAgain,
-    add_shared_flags,
-    make_parser,
-    print_last,
-    run,
-    say,
-)
-from model_folder import CONFIGURATION, check_pipeline, check_safetensors, components, read_index, variant_of
+from common.cli import add_shared_flags, make_parser, run
+from common.errors import BadInput, CheckFailed, OutOfResource, Stopped, ToolError, TryAgain
+from common.folders import check_space, check_writable, lock, write_bytes
+from common.messages import print_last, say
+from pipelines.configs import components, read_index
+from pipelines.model_folder import CONFIGURATION, check_pipeline, check_safetensors, variant_of
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLES = {".bin", ".ckpt", ".pt", ".pth", ".pkl"}

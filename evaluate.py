@@ -22,16 +22,18 @@ import math
 import sys
 from pathlib import Path
 
-import checkpoint
-import cli
-from cli import BadInput, ToolError
-from dataset import check_images, find_images
-from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folders, image_name, read_metadata
-from encoders import digest_encoder, embed, find_encoder
-from measures import FEWEST_PHOTOS, MEASURES, SMALLEST_SET, measure, nearest
-from model_folder import check_pipeline, digest_model, read_config, read_index
-from report import write_report
-from subject import find_subject, read_templates
+from common import cli, folders, messages
+from common.errors import BadInput, ToolError
+from common.images import check_images, find_images
+from evaluation.encoders import digest_encoder, embed, find_encoder
+from evaluation.measures import FEWEST_PHOTOS, MEASURES, SMALLEST_SET, measure, nearest
+from evaluation.report import write_report
+from evaluation.subject import find_subject, read_templates
+from pipelines.configs import read_config, read_index
+from pipelines.drawing import check_model_and_sampler, draw_folders
+from pipelines.image_folder import image_name, read_metadata
+from pipelines.model_folder import check_pipeline, digest_model
+from pipelines.samplers import SAMPLER, add_sampler_flags
 
 RESULT, REPORT = "evaluation.json", "report.html"
 LIMITS = {"high": "--fail_under", "low": "--fail_above"}  # of the measures that are better high, or low
@@ -158,9 +160,9 @@ def read_settings(args, templates, sampler):
         check_model_and_sampler(model_of(args, getattr(args, flag)), sampler)
     check_family(args.base_model_dir, args.model_dir)
     settings = {**{name: getattr(args, name) for name in SETTINGS}, **sampler}
-    settings["prompts"] = checkpoint.digest_values(templates)
+    settings["prompts"] = folders.digest_values(templates)
     for flag in ("instance_images_dir", "class_images_dir"):
-        settings[flag] = checkpoint.digest_files(find_images(getattr(args, flag), f"--{flag}")[0])
+        settings[flag] = folders.digest_files(find_images(getattr(args, flag), f"--{flag}")[0])
     for flag in ("base_model_dir", "model_dir"):
         settings[flag] = digest_model(getattr(args, flag))
     encoders = {"clip": find_encoder(args.clip_model, "--clip_model"), "dino": None}
@@ -181,12 +183,12 @@ def find_finished(output_dir, settings, overwrite):
 
     With `overwrite` another is no matter.
     """
-    evaluation = checkpoint.read_json(Path(output_dir) / RESULT)
+    evaluation = folders.read_json(Path(output_dir) / RESULT)
     earlier = evaluation.get("settings")
     if earlier == settings and (Path(output_dir) / REPORT).is_file():
         return evaluation
     if earlier is not None and not overwrite:
-        checkpoint.check_same_settings(settings, earlier, f"--output_dir {output_dir}")
+        folders.check_same_settings(settings, earlier, f"--output_dir {output_dir}")
     return None
 
 
@@ -248,9 +250,9 @@ def evaluate(args, settings, encoders, templates, subject, class_name, sampler):
     class_images = class_images[: args.num_class_images]
     notes = find_differences(args, sampler)
     for note in notes:
-        cli.say(f"warning: {note}")
+        messages.say(f"warning: {note}")
     output_dir = Path(args.output_dir)
-    with checkpoint.lock(output_dir / checkpoint.LOCK):
+    with folders.lock(output_dir / folders.LOCK):
         (output_dir / RESULT).unlink(missing_ok=True)  # its pictures may be replaced now
         prompts = [template.replace("{}", subject) for template in templates]
         drawn, sets = draw_sets(args, prompts, len(class_images), sampler)
@@ -269,7 +271,7 @@ def evaluate(args, settings, encoders, templates, subject, class_name, sampler):
         }
         models = {"tuned": args.model_dir, "base": args.base_model_dir}
         write_report(output_dir / REPORT, evaluation, sets, models, args.command)
-        checkpoint.write_json(output_dir / RESULT, evaluation)
+        folders.write_json(output_dir / RESULT, evaluation)
     return evaluation
 
 
@@ -287,7 +289,7 @@ def main(args):
     """Check everything, measure unless it is done, and print the measures."""
     for name in ("model_dir", "base_model_dir", "instance_images_dir", "class_images_dir", "output_dir"):
         setattr(args, name, str(Path(getattr(args, name)).resolve()))
-    checkpoint.check_writable(args.output_dir, "--output_dir")
+    folders.check_writable(args.output_dir, "--output_dir")
     subject, class_name = find_subject(args.instance_prompt, args.class_prompt, args.unique_token, args.class_name)
     templates = read_templates(args.prompts_file, args.instance_prompt, subject)
     sampler = {name: getattr(args, name) for name in SAMPLER}
@@ -296,10 +298,10 @@ def main(args):
     if evaluation is None:
         evaluation = evaluate(args, settings, encoders, templates, subject, class_name, sampler)
     else:
-        cli.say(f"{args.output_dir} is evaluated already")
+        messages.say(f"{args.output_dir} is evaluated already")
         evaluation["drawn"] = 0
     shown = {name: value for name, value in evaluation.items() if name not in ("settings", "details")}
-    cli.print_result(**shown)
+    messages.print_result(**shown)
     check_limits(args.fail_under, args.fail_above, evaluation["measures"])
 
 

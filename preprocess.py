@@ -19,16 +19,24 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import checkpoint
-import cli
-from cli import BadInput, Progress, say
-from cluster import map_on_actors
-from latents import FOOTER_THREADS, METADATA, RECORD, LatentEncoder, digest_encoders, latent_shapes, to_parquet
-from loader import Loader, add_raw_data_flags, loader_options
-from model_card import base_name, base_revision
-from model_folder import check_model, check_pipeline, check_resolution, model_resolution
-from raw_data import Source, list_sources, read_rows
-from storage import Folder, absolute, is_remote, read_footer
+from common import cli, folders, messages
+from common.actors import map_on_actors
+from common.errors import BadInput
+from common.messages import Progress, say
+from common.storage import Folder, absolute, is_remote, read_footer
+from pipelines.configs import base_name, base_revision, check_resolution, model_resolution
+from pipelines.model_folder import check_model, check_pipeline
+from pretraining.latents import (
+    FOOTER_THREADS,
+    METADATA,
+    RECORD,
+    LatentEncoder,
+    digest_encoders,
+    latent_shapes,
+    to_parquet,
+)
+from pretraining.loader import Loader, add_raw_data_flags, loader_options
+from pretraining.raw_data import Source, list_sources, read_rows
 
 BAD_ROWS = "bad_rows.jsonl"
 EARLY = 1000  # rows after which a run with too many bad ones does not wait for the end
@@ -115,7 +123,7 @@ def check_room(args, rows):
     shapes = [latent_shapes(args.model_dir, size) for size in args.resolutions]
     numbers = sum(2 * math.prod(image) for image, _ in shapes) + math.prod(shapes[0][1])  # mean and std, a caption's
     if not is_remote(args.output_dir):
-        checkpoint.check_space([("--output_dir", args.output_dir, 2 * numbers * rows)])  # float16
+        folders.check_space([("--output_dir", args.output_dir, 2 * numbers * rows)])  # float16
 
 
 def encode_all(args, folder, sources):
@@ -172,12 +180,12 @@ def finish(args, folder, settings, parts):
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):
-        checkpoint.publish(Path(folder.location), args.output_dir, settings=settings)
+        folders.publish(Path(folder.location), args.output_dir, settings=settings)
     for row in bad[:10]:
         say(f"left out {row[0]}: {row[1]}")
     if bad:
         say(f"left out {len(bad)} bad rows of {good + len(bad)}: {args.output_dir}/{BAD_ROWS} has them all")
-    cli.print_result(output_dir=args.output_dir, rows=good, bad_rows=len(bad))
+    messages.print_result(output_dir=args.output_dir, rows=good, bad_rows=len(bad))
 
 
 def read_settings(args):
@@ -190,7 +198,7 @@ def read_settings(args):
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names}
     settings["encoders"] = digest_encoders(args.model_dir)
-    settings["input"] = checkpoint.digest_values([vars(source) for source in sources])
+    settings["input"] = folders.digest_values([vars(source) for source in sources])
     return settings, sources
 
 
@@ -200,19 +208,19 @@ def main(args):
         setattr(args, name, absolute(getattr(args, name)))
     remote = is_remote(args.output_dir)
     if not remote:
-        checkpoint.check_writable(args.output_dir, "--output_dir")
+        folders.check_writable(args.output_dir, "--output_dir")
     if not (remote or is_remote(args.input)):
-        checkpoint.check_apart(args.output_dir, input=args.input, model_dir=args.model_dir)
+        folders.check_apart(args.output_dir, input=args.input, model_dir=args.model_dir)
     settings, sources = read_settings(args)
     output = Folder(args.output_dir)
     metadata = read_metadata(output, args.overwrite)
     if metadata and metadata["settings"] == settings:
         say(f"{args.output_dir}: all {metadata['rows']} rows are there")
-        return cli.print_result(output_dir=args.output_dir, rows=metadata["rows"], bad_rows=metadata["bad_rows"])
+        return messages.print_result(output_dir=args.output_dir, rows=metadata["rows"], bad_rows=metadata["bad_rows"])
     if metadata and not args.overwrite:
-        checkpoint.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
+        folders.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
     work_dir = f"{args.output_dir}.work"
-    with contextlib.nullcontext() if remote else checkpoint.lock(Path(work_dir) / checkpoint.LOCK):
+    with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK):
         folder = output if remote else Folder(f"{work_dir}/parts")
         begin(folder, settings, args.overwrite)
         finish(args, folder, settings, encode_all(args, folder, sources))
@@ -226,13 +234,13 @@ def read_metadata(output, overwrite):
     if is_remote(output.location):
         ours = "settings" in metadata or output.read(RECORD)
     else:
-        ours = metadata and checkpoint.read_manifest(output.location)
+        ours = metadata and folders.read_manifest(output.location)
     if not ours and output.kind() and output.names(""):
         if is_remote(output.location):
             raise BadInput(
                 f"--output_dir {output.location} is in the way: it is not a data set of ours; choose another"
             )
-        checkpoint.check_ours(output.location, "--output_dir")
+        folders.check_ours(output.location, "--output_dir")
         if not overwrite:
             raise BadInput(f"--output_dir {output.location} is a damaged data set of ours: --overwrite replaces it")
     return metadata if ours else {}
@@ -244,7 +252,7 @@ def begin(folder, settings, overwrite):
     record = record.get("settings", record)
     if record and record != settings:
         if not overwrite:
-            checkpoint.check_same_settings(settings, record, f"the unfinished {folder.location}")
+            folders.check_same_settings(settings, record, f"the unfinished {folder.location}")
         folder.write(RECORD, json.dumps(record).encode())  # until all of it is gone
         for name in folder.names(".parquet", ".json", ".jsonl"):
             if name != RECORD:

@@ -17,32 +17,22 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import checkpoint
-import cli
-import driver
-import parallel
-import training
 import utils
-from cli import BadInput
-from cluster import share_with_loaders, start_ray
-from latents import LatentEncoder, LatentFiles, open_latents
-from loader import add_raw_data_flags, loader_options
-from model_card import pretraining_card, publish_pipeline
-from model_folder import (
-    check_model,
-    check_pipeline,
-    check_resolution,
-    count_weights,
-    count_weights_of,
-    digest_model,
-    model_resolution,
-    pixel_factor,
-    read_config,
-    read_unet_config,
-)
-from raw_data import list_sources
-from storage import absolute
-from streams import Order, RawImages, ahead, hold_out, make_load, training_batches, validation_batches
+from common import cli, folders, no_gc
+from common.cluster import start_ray
+from common.errors import BadInput
+from common.storage import absolute
+from pipelines import loading
+from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
+from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of, digest_model
+from pretraining.latents import LatentEncoder, LatentFiles, open_latents
+from pretraining.loader import add_raw_data_flags, loader_options
+from pretraining.raw_data import list_sources
+from pretraining.resources import share_with_loaders
+from pretraining.streams import Order, RawImages, ahead, hold_out, make_load, training_batches, validation_batches
+from training import checkpoints, driver, loop, parallel, resuming, workers
+from training.optimizer import make_optimizer
+from training.publishing import pretraining_card, publish_pipeline
 
 # Flags that decide the weights that come out: a run continues only under the same.
 SETTINGS = """
@@ -138,7 +128,7 @@ def denoising_losses(model, batch, noise_scheduler, vae_config, snr_gamma=None):
     """
     latents = batch["mean"]  # B c h w
     if "std" in batch:
-        latents = utils.scale_latents(latents + batch["std"] * batch["posterior_noise"], vae_config)
+        latents = loading.scale_latents(latents + batch["std"] * batch["posterior_noise"], vae_config)
     noise, timesteps = batch["noise"], batch["timesteps"]  # B c h w, B
     noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
     model_pred = model(noisy_latents, timesteps, batch["prompt"]).sample
@@ -174,7 +164,7 @@ def load_unet(config, place, folder):
     from diffusers import UNet2DConditionModel
 
     if folder or config["init_from_pretrained"]:
-        unet = utils.load_models(config["model_dir"], ("unet",), torch.float32, folder)["unet"]
+        unet = loading.load_models(config["model_dir"], ("unet",), torch.float32, folder)["unet"]
     else:
         torch.manual_seed(config["seed"])
         unet = UNet2DConditionModel.from_config(config["unet"])
@@ -195,15 +185,15 @@ def prepare(config, place):
     """Return the training.Run of a worker: everything stands where the newest checkpoint left it."""
     from diffusers import DDPMScheduler
 
-    utils.set_up_torch(place.device.type, config.get("num_threads"), config["mixed_precision"])
-    dtype = utils.compute_dtype(config["mixed_precision"], place.device.type, place.any)
-    step, folder = checkpoint.newest_checkpoint(config["work_dir"])
+    loading.set_up_torch(place.device.type, config.get("num_threads"), config["mixed_precision"])
+    dtype = loading.compute_dtype(config["mixed_precision"], place.device.type, place.any)
+    step, folder = checkpoints.newest_checkpoint(config["work_dir"])
     unet = load_unet(config, place, folder)
     model = parallel.wrap(unet, place, config["strategy"], config["fsdp_sharding"], dtype)
-    optimizer = training.make_optimizer(config, {"unet": unet}, place, dtype, folder)
+    optimizer = make_optimizer(config, {"unet": unet}, place, dtype, folder)
     ema = parallel.Ema(unet.parameters(), config["ema_decay"]) if config["ema_decay"] else None
     if folder and ema:
-        parallel.restore_averages(folder / "ema" / "unet", unet, ema)
+        checkpoints.restore_averages(folder / "ema" / "unet", unet, ema)
     noise_scheduler = DDPMScheduler.from_pretrained(config["model_dir"], subfolder="scheduler")
     config = {**config, "num_train_timesteps": noise_scheduler.config.num_train_timesteps}
 
@@ -220,18 +210,18 @@ def prepare(config, place):
     options["vae_config"] = read_config(config["model_dir"], "vae")
 
     def validate(step):
-        if not held_out or not training.is_due(step, config["validation_steps"], config["max_train_steps"]):
+        if not held_out or not loop.is_due(step, config["validation_steps"], config["max_train_steps"]):
             return {}
         with ema.in_place() if ema else contextlib.nullcontext():
             return {"validation_loss": validation_loss(held_out, place, dtype, **options)}
 
     def write(folder):
-        parallel.write_state(folder, {"unet": unet}, optimizer.adamw, place)
+        checkpoints.write_state(folder, {"unet": unet}, optimizer.adamw, place)
         if ema:
             with ema.in_place():
-                parallel.write_module(folder / "ema" / "unet", unet, place)
+                checkpoints.write_module(folder / "ema" / "unet", unet, place)
 
-    return training.Run(
+    return loop.Run(
         step=step,
         model=model,
         optimizer=optimizer,
@@ -248,14 +238,14 @@ def prepare(config, place):
 
 def train_loop(config):
     """Train on one worker from the newest checkpoint to `max_train_steps`; rank 0 logs and publishes."""
-    with utils.no_gc():
-        place = training.find_place(config["num_workers"])
+    with no_gc.no_gc():
+        place = workers.find_place(config["num_workers"])
         run = prepare(config, place)
     first, last = run.step, config["max_train_steps"]
-    step = training.train_steps(run, config, place)
+    step = loop.train_steps(run, config, place)
     del run  # the optimizer's memory, for the pipeline
     if place.rank == 0 and step >= last:
-        folder = checkpoint.checkpoint_path(config["work_dir"], step)
+        folder = checkpoints.checkpoint_path(config["work_dir"], step)
         weights = folder / "ema" if config["ema_decay"] else folder
         publish_pipeline(config, step, place.device, weights, config["sample_prompts"], pretraining_card)
     return {"step": step, "trained": step - first, "stopped": step < last}
@@ -284,15 +274,15 @@ def read_inputs(args):
     check_resolution(args.model_dir, "--resolution", args.resolution)
     for prompt in args.sample_prompts:
         cli.check_text("--sample_prompts", prompt)
-    checkpoint.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_dir, data=args.data)
+    folders.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_dir, data=args.data)
     for name in ("output_dir", "work_dir"):
-        checkpoint.check_writable(getattr(args, name), f"--{name}")
+        folders.check_writable(getattr(args, name), f"--{name}")
     data = open_data(args)
     settings = {name: getattr(args, name) for name in SETTINGS}
     sample_size = args.resolution // pixel_factor(args.model_dir)
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}
     settings["model"] = digest_model(args.model_dir)
-    settings["data"] = checkpoint.digest_values(data.fingerprint)
+    settings["data"] = folders.digest_values(data.fingerprint)
     return settings, data
 
 
@@ -314,7 +304,7 @@ def plan_steps(args, settings, data, num_workers):
 def train(args, settings, data, steps, num_workers):
     """Run the workers; return what rank 0 says."""
     weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
-    driver.check_disk(args, weights, 3 + bool(args.ema_decay))
+    resuming.check_disk(args, weights, 3 + bool(args.ema_decay))
     check_model(args.model_dir)
     count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
     pool = {"num_workers": 0}

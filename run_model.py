@@ -11,8 +11,7 @@ continue: only images that are missing or broken are drawn.
 import sys
 from pathlib import Path
 
-from cli import (
-    BadInput,
+from common.cli import (
     add_compute_flags,
     add_shared_flags,
     check_text,
@@ -20,11 +19,13 @@ from cli import (
     placement,
     pool_size,
     positive_int,
-    print_result,
     run,
     seed,
 )
-from drawing import SAMPLER, add_sampler_flags, check_model_and_sampler, draw_folder
+from common.errors import BadInput
+from common.messages import print_result
+from pipelines.drawing import check_model_and_sampler, draw_folder
+from pipelines.samplers import SAMPLER, add_sampler_flags
 
 
 def parse_args(argv=None):

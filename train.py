@@ -16,29 +16,20 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import checkpoint
-import cli
-import driver
-import parallel
-import training
 import utils
-import validation
-from cli import BadInput
-from cluster import start_ray
-from dataset import Batches, Pairs, cache_posteriors, check_images, check_prompts, find_images
-from model_card import dreambooth_card, publish_pipeline
-from model_folder import (
-    check_model,
-    check_pipeline,
-    check_resolution,
-    count_weights,
-    digest_model,
-    model_resolution,
-    pixel_factor,
-    read_config,
-    say_what_is_cut,
-    tokenize,
-)
+from common import cli, folders, messages, no_gc
+from common.cluster import start_ray
+from common.errors import BadInput
+from common.images import check_images, find_images
+from dataset import Batches, Pairs, cache_posteriors
+from pipelines import loading
+from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config
+from pipelines.model_folder import check_model, check_pipeline, count_weights, digest_model
+from pipelines.prompts import check_prompts
+from pipelines.tokens import say_what_is_cut, tokenize
+from training import checkpoints, driver, loop, parallel, resuming, validation, workers
+from training.optimizer import make_optimizer
+from training.publishing import dreambooth_card, publish_pipeline
 
 # Flags that decide the weights that come out: a run continues only under the same.
 SETTINGS = """
@@ -168,7 +159,7 @@ def training_step(model, batch, noise_scheduler, vae_config, num_instance, prior
 
     num_instance: how many rows, the first ones, are the subject's; the others are the class's.
     """
-    latents = utils.scale_latents(batch["mean"] + batch["std"] * batch["posterior_noise"], vae_config)  # 2B c h w
+    latents = loading.scale_latents(batch["mean"] + batch["std"] * batch["posterior_noise"], vae_config)  # 2B c h w
     noise, timesteps = batch["noise"], batch["timesteps"]  # 2B c h w, 2B
     noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
     model_pred = model(noisy_latents, timesteps, batch["prompt"])
@@ -181,7 +172,7 @@ def load_modules(config, place, folder):
     """Return (modules to train by name, frozen text encoder or None), from checkpoint `folder` where there is one."""
     import torch
 
-    modules = utils.load_models(config["model_dir"], ("text_encoder", "unet"), torch.float32, folder)
+    modules = loading.load_models(config["model_dir"], ("text_encoder", "unet"), torch.float32, folder)
     modules = {name: module.to(place.device).train() for name, module in modules.items()}
     if not config["use_8bit_adam"]:  # which copies weights into the usual order
         modules["unet"].to(memory_format=torch.channels_last)
@@ -209,11 +200,11 @@ def prepare(config, place):
     """Return the training.Run of a worker: everything stands where the newest checkpoint left it."""
     from diffusers import DDPMScheduler
 
-    utils.set_up_torch(place.device.type, config.get("num_threads"), config["mixed_precision"])
-    dtype = utils.compute_dtype(config["mixed_precision"], place.device.type, place.any)
-    step, folder = checkpoint.newest_checkpoint(config["work_dir"])
+    loading.set_up_torch(place.device.type, config.get("num_threads"), config["mixed_precision"])
+    dtype = loading.compute_dtype(config["mixed_precision"], place.device.type, place.any)
+    step, folder = checkpoints.newest_checkpoint(config["work_dir"])
     modules, frozen_text_encoder = load_modules(config, place, folder)
-    optimizer = training.make_optimizer(config, modules, place, dtype, folder)
+    optimizer = make_optimizer(config, modules, place, dtype, folder)
     joined = join_modules(modules.get("text_encoder"), modules["unet"])
     if config["compile"]:
         joined.compile()
@@ -229,7 +220,7 @@ def prepare(config, place):
         first_pair = (micro * place.world_size + place.rank) * num_pairs
         return batches(step, first_pair, num_pairs, config["pairs_per_step"])
 
-    return training.Run(
+    return loop.Run(
         step=step,
         model=model,
         optimizer=optimizer,
@@ -246,21 +237,21 @@ def prepare(config, place):
         ),
         dtype=dtype,
         saves=place.rank == 0,
-        write=partial(parallel.write_state, modules=modules, optimizer=optimizer.adamw),
+        write=partial(checkpoints.write_state, modules=modules, optimizer=optimizer.adamw),
         draw=painter.draw,
     )
 
 
 def train_loop(config):
     """Train on one worker from the newest checkpoint to `max_train_steps`; rank 0 logs, saves and publishes."""
-    with utils.no_gc():
-        place = training.find_place(config["num_workers"])
+    with no_gc.no_gc():
+        place = workers.find_place(config["num_workers"])
         run = prepare(config, place)
     first, last = run.step, config["max_train_steps"]
-    step = training.train_steps(run, config, place)
+    step = loop.train_steps(run, config, place)
     del run  # the optimizer's memory, for the pipeline
     if place.rank == 0 and step >= last:
-        weights = checkpoint.checkpoint_path(config["work_dir"], step)
+        weights = checkpoints.checkpoint_path(config["work_dir"], step)
         prompts = [config["instance_prompt"]] * CARD_IMAGES
         publish_pipeline(config, step, place.device, weights, prompts, dreambooth_card)
     return {"step": step, "trained": step - first, "stopped": step < last}
@@ -283,14 +274,14 @@ def read_inputs(args):
     for prompt in args.validation_prompts:
         cli.check_text("--validation_prompts", prompt)
     others = ("work_dir", "model_dir", "instance_images_dir", "class_images_dir")
-    checkpoint.check_apart(args.output_dir, **{name: getattr(args, name) for name in others})
+    folders.check_apart(args.output_dir, **{name: getattr(args, name) for name in others})
     for name in ("output_dir", "work_dir"):
-        checkpoint.check_writable(getattr(args, name), f"--{name}")
+        folders.check_writable(getattr(args, name), f"--{name}")
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings["model"] = digest_model(args.model_dir)
     for name in ("instance_images_dir", "class_images_dir"):
         folder = getattr(args, name)
-        settings[name] = checkpoint.digest_files(find_images(folder, f"--{name}")[0]) if folder else None
+        settings[name] = folders.digest_files(find_images(folder, f"--{name}")[0]) if folder else None
     return settings
 
 
@@ -321,7 +312,7 @@ def check_needs(args, num_rows):
     cells = (args.resolution // pixel_factor(args.model_dir)) ** 2
     cache = num_rows * cells * read_config(args.model_dir, "vae")["latent_channels"] * 2 * 2  # float16 mean, std
     trained = ("unet", "text_encoder")[: 1 + args.train_text_encoder]
-    driver.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
+    resuming.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
     check_model(args.model_dir)
 
 
@@ -333,7 +324,7 @@ def train(args, settings, steps, num_workers):
     check_needs(args, len(pairs.rows_used(num_pairs)))
     if 0 < len(images[1]) < settings["pairs_per_step"]:
         holds = f"--class_images_dir holds {len(images[1])} images, a step takes {settings['pairs_per_step']} pairs"
-        cli.say(f"warning: {holds}: an image is used several times a step")
+        messages.say(f"warning: {holds}: an image is used several times a step")
     if num_workers:
         start_ray(args.address, args.insecure_cluster, driver.TRAINER)
     posteriors_dir = str(Path(args.work_dir) / "posteriors")

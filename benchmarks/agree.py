@@ -3,8 +3,8 @@
 The first run is train.py in one process; the others are train.py with other flags, or the bare loop without what is
 named. Prints the largest difference of the losses of any step, then one JSON line.
 
-    python benchmarks/agree.py --max_train_steps 20
-    python benchmarks/agree.py --max_train_steps 20 --compile
+    python -m benchmarks.agree --max_train_steps 20
+    python -m benchmarks.agree --max_train_steps 20 --compile
 """
 
 import argparse
@@ -12,10 +12,9 @@ import json
 import tempfile
 from pathlib import Path
 
-from bare import SWITCHES
-from common import MODEL, PROMPTS, SUBJECT, run
-
-from training import read_log
+from benchmarks.bare import SWITCHES
+from benchmarks.measuring import MODEL, PROMPTS, SUBJECT, run
+from common.folders import read_json_lines
 
 FLAGS = {
     "one Ray worker": ("--num_workers", 1),
@@ -42,7 +41,7 @@ def main(args):
             return Path(f"{output}.work")
 
         def losses(log):
-            return [line["loss"] for line in read_log(log)]
+            return [line["loss"] for line in read_json_lines(log)]
 
         def compare(name, found, expected):
             results[name] = max(abs(a - b) for a, b in zip(found, expected, strict=True))
@@ -56,7 +55,7 @@ def main(args):
         for without in ((), *((switch,) for switch in SWITCHES), SWITCHES):
             log = Path(folder) / "-".join(("bare", *without))
             flags = ("--work_dir", base, "--model_dir", MODEL, "--log", log, "--log_every", 1)
-            run("benchmarks/bare.py", *flags, "--max_train_steps", args.max_train_steps, "--without", *without)
+            run("-m", "benchmarks.bare", *flags, "--max_train_steps", args.max_train_steps, "--without", *without)
             compare(f"bare loop without {', '.join(without) or 'Ray'}", losses(log), expected)
         pairs = losses(train("pairs", "--num_workers", 0, "--train_batch_size", 2) / "log.jsonl")
         for name, flags in PAIRS.items():

@@ -4,28 +4,24 @@ Takes the cache of latents and the settings that a run of train.py left in its w
 makes the step faster: `cache` encodes the pictures in every step, `channels_last` keeps the usual memory layout, `sdpa`
 writes attention out, `fused` takes AdamW weight by weight. The losses are the same but for rounding (agree.py).
 
-    python benchmarks/bare.py --work_dir data/tuned.work --model_dir M --max_train_steps 40 --log log.jsonl
+    python -m benchmarks.bare --work_dir data/tuned.work --model_dir M --max_train_steps 40 --log log.jsonl
 """
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
-
-from common import ROOT
-
-sys.path.insert(0, str(ROOT))
 
 import torch
 from diffusers import DDPMScheduler
 from diffusers.models.attention_processor import AttnProcessor
 
-from checkpoint import read_json, read_manifest
+from common.folders import read_json, read_manifest
 from dataset import Batches, Pairs, PosteriorEncoder
-from model_folder import read_config, tokenize
+from pipelines.configs import read_config
+from pipelines.loading import encode_posterior, load_models, set_up_torch
+from pipelines.tokens import tokenize
 from train import join_modules, training_step
-from utils import encode_posterior, load_models, set_up_torch
 
 SWITCHES = ("cache", "channels_last", "sdpa", "fused")
 

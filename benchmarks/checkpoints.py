@@ -2,28 +2,22 @@
 
 The weights are random; they and AdamW's two averages are written as train.py does, to --folder.
 
-    python benchmarks/checkpoints.py --block_out_channels 160 320 640 640 --repeats 5
+    python -m benchmarks.checkpoints --block_out_channels 160 320 640 640 --repeats 5
 """
 
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from common import ROOT
-
-sys.path.insert(0, str(ROOT))
-
 import torch
 from diffusers import UNet2DConditionModel
 
-import checkpoint
-import parallel
+from training import checkpoints
 
 
 def main(args):
@@ -33,16 +27,16 @@ def main(args):
     for parameter in unet.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    write = partial(parallel.write_state, modules={"unet": unet}, optimizer=optimizer)
+    write = partial(checkpoints.write_state, modules={"unet": unet}, optimizer=optimizer)
     waits, seals = [], []
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, ThreadPoolExecutor(1) as executor:
         for step in range(args.repeats):
             start = time.perf_counter()
-            sealing = checkpoint.save_checkpoint(folder, step, write, {}, keep=1, executor=executor)
+            sealing = checkpoints.save_checkpoint(folder, step, write, {}, keep=1, executor=executor)
             waits.append(time.perf_counter() - start)
             sealing.result()
             seals.append(time.perf_counter() - start - waits[-1])
-        files = [path for path in Path(folder, checkpoint.LATEST).resolve().rglob("*") if path.is_file()]
+        files = [path for path in Path(folder, checkpoints.LATEST).resolve().rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files) / 1e9
     wait, seal = map(statistics.median, (waits, seals))
     print(f"{size:.2f} GB: a step waits {wait:.2f} s ({min(waits):.2f} to {max(waits):.2f}) while it is written;")

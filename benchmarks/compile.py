@@ -1,25 +1,22 @@
 """What train.py --compile is worth: seconds of a step as it is and compiled, of the compiler, and when it pays.
 
-python benchmarks/compile.py --model_dir models/emoji-64
+python -m benchmarks.compile --model_dir models/emoji-64
 """
 
 import argparse
 import json
 import os
 import statistics
-import sys
 import time
 
-from common import ROOT
-
-sys.path.insert(0, str(ROOT))
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # an earlier run's work would count as none
 
 import torch
 
-from model_folder import read_config, tokenize
+from pipelines.configs import read_config
+from pipelines.loading import load_models, set_up_torch
+from pipelines.tokens import tokenize
 from train import join_modules
-from utils import load_models, set_up_torch
 
 
 def step_seconds(model, batch, count):

@@ -4,7 +4,7 @@ Counts weights, gradients and AdamW's averages of UNet and text encoder, the bf1
 forward pass saves for the backward pass, by running it in bf16 on the meta device; attention counts as fused, which
 saves no matrix of weights. Norms that autocast computes in float32, libraries' buffers and fragments come on top.
 
-    python benchmarks/memory.py --train_batch_size 1
+    python -m benchmarks.memory --train_batch_size 1
 """
 
 import argparse

@@ -5,8 +5,8 @@ four models are compared: the embedded one, what train.py makes of it with and w
 makes of a tiny model that the older libraries saved. Prints a line a model and one of JSON. Exits with 1 where a weight
 is missing or has other numbers, the safety checker disagrees, or a pixel differs by more than --max_difference.
 
-    python benchmarks/older_libraries.py --model_dir models/emoji-64
-    python benchmarks/older_libraries.py
+    python -m benchmarks.older_libraries --model_dir models/emoji-64
+    python -m benchmarks.older_libraries
 """
 
 import argparse
@@ -19,10 +19,11 @@ import venv
 from pathlib import Path
 
 import numpy as np
-from common import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT, run
+
+from benchmarks.measuring import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT, run
 
 OLDER = ("transformers==4.57.1", "diffusers==0.35.*", "accelerate==1.*")
-PLAIN = "benchmarks/plain_diffusers.py"
+PLAIN = "-m", "benchmarks.plain_diffusers"
 TRAIN = ("--num_workers", 0, "--max_train_steps", 20, "--log_every", 1)
 STEPS = 20  # of a picture
 
@@ -38,9 +39,9 @@ def make_environment(folder):
 
 def plain(python, *arguments):
     """Run plain_diffusers.py with a Python and return the JSON it prints."""
-    done = subprocess.run([python, PLAIN, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([python, *PLAIN, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{PLAIN} {arguments} ended with {done.returncode} under {python}: {done.stderr[-2000:]}")
+        sys.exit(f"{PLAIN[1]} {arguments} ended with {done.returncode} under {python}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

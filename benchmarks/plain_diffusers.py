@@ -4,8 +4,8 @@ Imports nothing of the project. `draw` loads a model folder as its card says, sa
 JSON: the releases, the weights that the files lack, the pictures that the safety checker flags, and a sha256 of the
 numbers of each component's weights. `save` writes a tiny model as the first Stable Diffusion models were.
 
-    python benchmarks/plain_diffusers.py draw --model_dir models/emoji-64 --output pictures.npy
-    python benchmarks/plain_diffusers.py save --model_dir data/tiny
+    python -m benchmarks.plain_diffusers draw --model_dir models/emoji-64 --output pictures.npy
+    python -m benchmarks.plain_diffusers save --model_dir data/tiny
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Does preprocess.py's memory grow with its data? Peak memory of the whole process tree at two sizes of data.
 
-python benchmarks/preprocess_memory.py --rows 2000 20000 --num_workers 1
+python -m benchmarks.preprocess_memory --rows 2000 20000 --num_workers 1
 """
 
 import argparse
@@ -8,7 +8,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from common import peak_memory, write_data
+from benchmarks.measuring import peak_memory, write_data
 
 
 def main(args):

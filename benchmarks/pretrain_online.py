@@ -1,6 +1,6 @@
 """How many images a second pretrain.py trains on, from Parquet latents and from raw data (--online), in turn.
 
-python benchmarks/pretrain_online.py --steps 42 --repeats 5
+python -m benchmarks.pretrain_online --steps 42 --repeats 5
 """
 
 import argparse
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import LOG_EVERY, ROOT, rate, write_data
+from benchmarks.measuring import LOG_EVERY, ROOT, rate, write_data
 
 
 def measure(folder, flags, args):

@@ -2,7 +2,7 @@
 
 As in Stable Diffusion at 512 pixels, encoding an image takes some 31 % of a training step that does not cache it.
 
-    python benchmarks/proportional_model.py --output_dir data/proportional
+    python -m benchmarks.proportional_model --output_dir data/proportional
 """
 
 import argparse
@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 
-from common import MODEL, ROOT
+from benchmarks.measuring import MODEL, ROOT
 
 VAE_CHANNELS = (64, 96, 128, 128)
 UNET_CHANNELS = (64, 96, 160, 160)

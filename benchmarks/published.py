@@ -4,24 +4,21 @@ Training: the VAE encodes in every step, text encoder and UNet have a DDP each, 
 is reported to Ray. Pictures: one prompt is one work item of an actor pool, drawn one picture at a time. In float32,
 since bfloat16 is slow on CPUs.
 
-    python benchmarks/published.py train --model_dir M --instance_images_dir I --class_images_dir C --output_dir O
-    python benchmarks/published.py images --model_dir M --prompts P --num_samples_per_prompt 20 --output_dir O
+    python -m benchmarks.published train --model_dir M --instance_images_dir I --class_images_dir C --output_dir O
+    python -m benchmarks.published images --model_dir M --prompts P --num_samples_per_prompt 20 --output_dir O
 """
 
 import argparse
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
-from common import ROOT
 
-sys.path.insert(0, str(ROOT))
-
-from cluster import start_ray
-from dataset import find_images, read_image, to_pixel_values
-from model_folder import model_resolution, tokenize
+from common.cluster import start_ray
+from common.images import find_images, read_image, to_pixel_values
+from pipelines.configs import model_resolution
+from pipelines.tokens import tokenize
 
 
 def parse_args():

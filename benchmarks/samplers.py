@@ -4,26 +4,22 @@ Prints for each way the seconds a picture, the root mean square difference (of 2
 same seed, and the distance of the whole set from that of 250 steps: the unbiased squared MMD of CLIP embeddings under
 the polynomial kernel (KID, arXiv 1801.01401); 0 is none, and `another prompt` shows what a large one is.
 
-    python benchmarks/samplers.py --output data/samplers.png
+    python -m benchmarks.samplers --output data/samplers.png
 """
 
 import argparse
 import io
 import json
-import sys
 import time
 
 import numpy as np
-from common import ROOT
-
-sys.path.insert(0, str(ROOT))
-
 import torch
 from PIL import Image
 
-from encoders import Encoder
-from measures import normalized
-from utils import draw_images, image_seed, load_pipeline, set_up_torch
+from evaluation.encoders import Encoder
+from evaluation.measures import normalized
+from pipelines.loading import draw_images, load_pipeline, set_up_torch
+from utils import image_seed
 
 REFERENCE = ("model", 250)
 WAYS = (("model", 50), ("model", 25), ("model", 12), ("dpm++", 25), ("dpm++", 20), ("dpm++", 12))

@@ -6,7 +6,7 @@ that does not hide behind the backward pass. A ring sends 2 (n - 1) / n times th
 workers, in 2 (n - 1) hops a bucket. The work and the wire's speed are fitted to the measurements; for Stable Diffusion
 1.x on GPUs they are calculated: floating-point operations at an assumed utilisation, the nominal speed of links.
 
-    python benchmarks/scaling.py --repeats 5 --output data/scaling.png
+    python -m benchmarks.scaling --repeats 5 --output data/scaling.png
 """
 
 import argparse
@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import LOG_EVERY, MODEL, PROMPTS, ROOT, SUBJECT, follow
 from PIL import Image
+
+from benchmarks.measuring import LOG_EVERY, MODEL, PROMPTS, ROOT, SUBJECT, follow
 
 IMAGES = (10, 40, 160)  # class images
 THIRDS = ("steps 10 to 100", "steps 100 to 200", "steps 200 to 300")
@@ -165,10 +166,7 @@ def draw(found, medians, path):
 
 def count_weights():
     """Return the number of trained weights of the embedded model."""
-    import sys
-
-    sys.path.insert(0, str(ROOT))
-    from model_folder import count_weights
+    from pipelines.model_folder import count_weights
 
     return sum(count_weights(ROOT / MODEL / name) for name in ("unet", "text_encoder"))
 

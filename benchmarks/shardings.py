@@ -3,7 +3,7 @@
 Trains the embedded model's UNet on two workers with each, 20 steps; kills a worker at step 11; and lets one worker go
 on from a checkpoint of two, on other rows: what it sees depends on the number of workers.
 
-    python benchmarks/shardings.py
+    python -m benchmarks.shardings
 """
 
 import argparse
@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 
 import psutil
-from common import ROOT, write_data
+
+from benchmarks.measuring import ROOT, write_data
 
 STEPS, KILL_AT = 20, 11
 WAYS = {"ddp": ("--strategy", "ddp")} | {

@@ -3,8 +3,8 @@
 Every row runs its two commands alternately, --repeats times each; it prints medians, the ratio's median and its spread.
 The last line is one JSON object. On two CPU cores all rows take about an hour and a half.
 
-    python benchmarks/speed.py --only train_published_embedded --repeats 5
-    python benchmarks/speed.py
+    python -m benchmarks.speed --only train_published_embedded --repeats 5
+    python -m benchmarks.speed
 """
 
 import argparse
@@ -21,7 +21,20 @@ import time
 from pathlib import Path
 
 import psutil
-from common import CLASS_PROMPT, INSTANCE_PROMPT, LOG_EVERY, MODEL, PROMPTS, ROOT, SUBJECT, end_tree, follow, rate, run
+
+from benchmarks.measuring import (
+    CLASS_PROMPT,
+    INSTANCE_PROMPT,
+    LOG_EVERY,
+    MODEL,
+    PROMPTS,
+    ROOT,
+    SUBJECT,
+    end_tree,
+    follow,
+    rate,
+    run,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Inputs and sides
@@ -59,14 +72,14 @@ def train_as_published(inputs, steps, *flags):
     """Return the published loop's steps a second."""
     output = inputs.new()
     arguments = ("train", "--output_dir", output, "--max_train_steps", steps, *inputs.training_flags(), *flags)
-    return rate(output / "log.jsonl", LOG_EVERY * 2, steps, "benchmarks/published.py", *arguments)
+    return rate(output / "log.jsonl", LOG_EVERY * 2, steps, "-m", "benchmarks.published", *arguments)
 
 
 def train_bare(inputs, steps, work_dir):
     """Return the bare loop's steps a second."""
     log = Path(f"{inputs.new()}.jsonl")
     flags = ("--work_dir", work_dir, "--model_dir", inputs.model_dir, "--max_train_steps", steps, "--log", log)
-    return rate(log, LOG_EVERY * 2, steps, "benchmarks/bare.py", *flags)
+    return rate(log, LOG_EVERY * 2, steps, "-m", "benchmarks.bare", *flags)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,7 +97,7 @@ def train_published_embedded(args, folder):
 
 def train_published_proportional(args, folder, *flags):
     """Steps/s of train.py over the published loop, random weights in Stable Diffusion's proportions."""
-    run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
+    run("-m", "benchmarks.proportional_model", "--output_dir", folder / "model")
     inputs = Inputs(folder, folder / "model")
     for _ in range(args.repeats):
         ours = train(inputs, 30, "--num_workers", 1)
@@ -110,7 +123,7 @@ def train_bare_embedded(args, folder):
 
 def two_workers(args, folder):
     """Images/s of two workers of one thread over one worker of one thread, proportional model."""
-    run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
+    run("-m", "benchmarks.proportional_model", "--output_dir", folder / "model")
     inputs = Inputs(folder, folder / "model")
     for _ in range(args.repeats):
         two = train(inputs, 30, "--num_workers", 2, "--cpus_per_worker", 1)
@@ -136,7 +149,7 @@ def draw_rates(args, folder, *sides):
 def class_images(args, folder):
     """Class images/s of run_model.py in batches over the published way, one at a time; one actor, equal sampler."""
     ours = ("run_model.py", "--batch_size", 10, "--num_workers", 1)
-    yield from draw_rates(args, folder, ours, ("benchmarks/published.py", "images", "--cpus_per_worker", 2))
+    yield from draw_rates(args, folder, ours, ("-m", "benchmarks.published", "images", "--cpus_per_worker", 2))
 
 
 def class_images_single(args, folder):
@@ -152,8 +165,8 @@ def whole_job(args, folder):
         seconds = []
         for ours in (True, False):
             base = folder / f"{'ours' if ours else 'published'}-{repeat}"
-            draw = ("run_model.py",) if ours else ("benchmarks/published.py", "images", "--cpus_per_worker", 2)
-            learn = ("train.py",) if ours else ("benchmarks/published.py", "train", "--cpus_per_worker", 2)
+            draw = ("run_model.py",) if ours else ("-m", "benchmarks.published", "images", "--cpus_per_worker", 2)
+            learn = ("train.py",) if ours else ("-m", "benchmarks.published", "train", "--cpus_per_worker", 2)
             folders = ("--instance_images_dir", SUBJECT, "--class_images_dir", f"{base}-class", *PROMPTS)
             drawn_by = MODEL if not ours else f"{base}-tuned"  # the published loop saves no pipeline
             seconds.append(
@@ -215,7 +228,7 @@ def peer_embedded(args, folder):
 
 def peer_proportional(args, folder):
     """The same, random weights in Stable Diffusion's proportions."""
-    run("benchmarks/proportional_model.py", "--output_dir", folder / "model")
+    run("-m", "benchmarks.proportional_model", "--output_dir", folder / "model")
     inputs = Inputs(folder, folder / "model")
     theirs = Peer(args, inputs, resolution=128)
     for _ in range(args.repeats):

@@ -3,7 +3,7 @@
 Seen from outside: when Ray's first process is there, when an actor or worker is, when the cache of latents, the first
 and the last image or line of the log, the result. Draws the parts as bars. The memory is that of one more run.
 
-    python benchmarks/startup.py --repeats 5 --output data/startup.png
+    python -m benchmarks.startup --repeats 5 --output data/startup.png
 """
 
 import argparse
@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 import psutil
-from common import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT, peak_memory
+
+from benchmarks.measuring import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT, peak_memory
 
 IMAGES, STEPS = 40, 100
 

@@ -14,68 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from tiny_models import RESOLUTION, make_tiny_model
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # start_ray sets it too, but tests import ray before
 ROOT = Path(__file__).resolve().parent.parent
-RESOLUTION = 16  # pixels a side of the tiny model: 8 latent cells of 2 pixels
-
-
-def make_tiny_model(folder, prediction_type="epsilon", num_train_timesteps=1000):
-    """Save a StableDiffusionPipeline of some 100,000 random weights: 16x16 pixels, 4x8x8 latents, 24 tokens."""
-    import torch
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
-
-    torch.manual_seed(0)
-    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + list("0123456789,.!?-")
-    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=24, pad_token="<|endoftext|>"
-    )
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokens),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=24,
-            bos_token_id=len(tokens) - 2,
-            eos_token_id=len(tokens) - 1,
-        )
-    )
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        sample_size=RESOLUTION,
-        scaling_factor=0.6,
-        mid_block_add_attention=False,
-    )
-    unet = UNet2DConditionModel(
-        sample_size=RESOLUTION // 2,
-        block_out_channels=(16, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        layers_per_block=1,
-        norm_num_groups=4,
-        cross_attention_dim=16,
-        attention_head_dim=4,
-    )
-    scheduler = DDIMScheduler(
-        beta_schedule="scaled_linear",
-        prediction_type=prediction_type,
-        num_train_timesteps=num_train_timesteps,
-        clip_sample=False,
-        set_alpha_to_one=False,
-        steps_offset=1,
-    )
-    StableDiffusionPipeline(
-        vae, text_encoder, tokenizer, unet, scheduler, None, None, requires_safety_checker=False
-    ).save_pretrained(folder, safe_serialization=True)
-    return Path(folder)
 
 
 def make_photos(folder, count, size=(24, 20), seed=0):
@@ -221,9 +164,9 @@ def pretrain_command(tiny_model, latents, tmp_path):
 @pytest.fixture
 def power_cut(monkeypatch):
     """Return a context in which a training in this process ends with an error after three steps."""
-    import training
+    from training import loop
 
-    real = training.accumulate_gradients
+    real = loop.accumulate_gradients
 
     def crash(run, step, *rest):
         if step == 3:
@@ -233,7 +176,7 @@ def power_cut(monkeypatch):
     @contextlib.contextmanager
     def cut():
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
-            patch.setattr(training, "accumulate_gradients", crash)
+            patch.setattr(loop, "accumulate_gradients", crash)
             yield
 
     return cut
@@ -245,7 +188,7 @@ def drawn(monkeypatch):
 
     `drawn.flag` says which seeds the safety checker flags, `drawn.fail_at` at which call the drawing fails.
     """
-    import utils
+    from pipelines import loading
 
     class Calls(list):
         flag = staticmethod(lambda seed: False)
@@ -267,8 +210,8 @@ def drawn(monkeypatch):
             images.append(Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)))
         return images, [calls.flag(seed) for seed in seeds]
 
-    monkeypatch.setattr(utils, "load_pipeline", lambda *args, **options: Pipeline())
-    monkeypatch.setattr(utils, "draw_images", draw_images)
+    monkeypatch.setattr(loading, "load_pipeline", lambda *args, **options: Pipeline())
+    monkeypatch.setattr(loading, "draw_images", draw_images)
     return calls
 
 
@@ -277,7 +220,7 @@ def ray_session():
     """One local Ray for all tests that need it; the scripts find it running."""
     import ray
 
-    from cluster import start_ray
+    from common.cluster import start_ray
 
     start_ray("local")
     yield

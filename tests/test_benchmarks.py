@@ -1,17 +1,10 @@
 """What the measurements calculate, against numbers worked by hand; the measurements themselves are no tests."""
 
-import sys
-
 import numpy as np
 import psutil
 import pytest
-from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import common
-import older_libraries
-import scaling
+from benchmarks import measuring, older_libraries, plain_diffusers, scaling
 
 
 def test_a_ring_sends_nearly_twice_the_gradients():
@@ -47,7 +40,7 @@ def test_a_script_is_followed_to_a_step_and_no_further(tmp_path):
         f"for line in range(100):\n    time.sleep(0.05)\n    open({str(log)!r}, 'a').write('line\\n')\n"
         "time.sleep(600)\n"
     )
-    first, last = common.follow(log, (5, 15), script)
+    first, last = measuring.follow(log, (5, 15), script)
     assert 0 < first < last
     assert len(log.read_text().splitlines()) < 50
     assert not psutil.pid_exists(int((tmp_path / "child").read_text()))
@@ -57,7 +50,7 @@ def test_a_script_that_fails_is_shown(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('no model')")
     with pytest.raises(SystemExit, match="no model"):
-        common.follow(tmp_path / "log", (5,), script)
+        measuring.follow(tmp_path / "log", (5,), script)
 
 
 def test_what_differs_between_two_releases_is_found():
@@ -77,7 +70,6 @@ def test_what_differs_between_two_releases_is_found():
 
 @pytest.mark.filterwarnings("ignore:.*torch_dtype.*:FutureWarning")
 def test_a_missing_weight_is_told_with_the_pictures(tmp_path):
-    import plain_diffusers
     from safetensors.torch import load_file, save_file
 
     plain_diffusers.save_tiny_model(tmp_path / "tiny")

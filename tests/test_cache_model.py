@@ -19,8 +19,8 @@ from conftest import ROOT, run_script, tree
 from safetensors.numpy import save
 
 import cache_model
-from checkpoint import lock
-from cli import Stopped, describe_error
+from common.errors import Stopped, describe_error
+from common.folders import lock
 
 NAME = "someone/tiny"
 FIRST, SECOND = "1" * 40, "2" * 40

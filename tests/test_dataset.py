@@ -10,12 +10,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import RESOLUTION, make_photos, tree
+from conftest import make_photos, tree
 from PIL import Image
+from tiny_models import RESOLUTION
 
-import cli
 import dataset
-from dataset import BadImage, Batches, Pairs, cache_posteriors, check_images, check_prompts, read_image, to_pixel_values
+from common import errors, images
+from common.images import BadImage, check_images, read_image, to_pixel_values
+from dataset import Batches, Pairs, cache_posteriors
+from pipelines.prompts import check_prompts
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, draw_noise, row_rng
 
 
@@ -295,7 +298,7 @@ BAD = ("cut.png", "empty.jpg", "text.jpg", "phone.HEIC")
 
 
 def test_every_bad_file_is_named_in_one_error(dirty_folder, capsys):
-    with pytest.raises(cli.BadInput) as error:
+    with pytest.raises(errors.BadInput) as error:
         check_images(dirty_folder, "--instance_images_dir")
     said = capsys.readouterr().err
     assert "--instance_images_dir" in str(error.value) and "4 bad files" in str(error.value)
@@ -345,13 +348,13 @@ def test_files_are_sorted_by_name_whatever_order_the_disk_has(tmp_path):
 
 
 def test_a_folder_without_a_usable_picture_is_bad_input(tmp_path):
-    with pytest.raises(cli.BadInput, match=r"--photos .*not a folder"):
+    with pytest.raises(errors.BadInput, match=r"--photos .*not a folder"):
         check_images(tmp_path / "none", "--photos")
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(cli.BadInput, match=r"--photos .*no images"):
+    with pytest.raises(errors.BadInput, match=r"--photos .*no images"):
         check_images(tmp_path, "--photos")
     (tmp_path / "x.jpg").touch()
-    with pytest.raises(cli.BadInput, match=r"--photos .*no image"):
+    with pytest.raises(errors.BadInput, match=r"--photos .*no image"):
         check_images(tmp_path, "--photos", skip_bad=True)
 
 
@@ -461,7 +464,7 @@ def test_good_prompts_pass():
     ],
 )
 def test_an_identifier_that_does_not_tell_them_apart_is_bad_input(instance, other, token, said):
-    with pytest.raises(cli.BadInput, match=said):
+    with pytest.raises(errors.BadInput, match=said):
         check_prompts(instance, other, token)
 
 
@@ -719,7 +722,7 @@ def test_the_size_in_the_header_is_that_of_the_picture(tmp_path, orientation, su
     if orientation:
         exif[0x0112] = orientation
     Image.new("RGB", (24, 20)).save(path, exif=exif)
-    assert dataset.read_size(path) == read_image(path).size
+    assert images.read_size(path) == read_image(path).size
 
 
 def test_an_orientation_that_is_no_number_turns_nothing(tmp_path):
@@ -729,7 +732,7 @@ def test_an_orientation_that_is_no_number_turns_nothing(tmp_path):
     Image.new("RGB", (24, 20)).save(tmp_path / "photo.jpg", exif=exif)
     with Image.open(tmp_path / "photo.jpg") as image:
         assert image.getexif()[0x0112] == "6"
-    assert dataset.read_size(tmp_path / "photo.jpg") == read_image(tmp_path / "photo.jpg").size == (24, 20)
+    assert images.read_size(tmp_path / "photo.jpg") == read_image(tmp_path / "photo.jpg").size == (24, 20)
 
 
 def test_a_cache_of_something_else_is_made_anew(cached, tiny_model, tmp_path):
@@ -774,7 +777,7 @@ def spoil(model_dir, target, name, change):
 def test_weights_that_overflow_fail_the_check(tiny_model, photos, tmp_path):
     model = spoil(tiny_model, tmp_path / "huge", "vae", lambda w: w["quant_conv.weight"].fill_(1e38))
     pairs = Pairs(3, 0, 1, seed=0)
-    with pytest.raises(cli.CheckFailed, match=r"finite.*00\.png"):
+    with pytest.raises(errors.CheckFailed, match=r"finite.*00\.png"):
         cache_posteriors(
             tmp_path / "posteriors", pairs, 3, sorted(photos.iterdir()), [], {"model_dir": str(model), **OPTIONS},
             num_workers=0,
@@ -924,6 +927,6 @@ def test_an_error_in_an_actor_keeps_its_exit_code(ray_session, tiny_model, photo
     images = sorted(photos.iterdir())
     with pytest.raises(Exception) as error:
         cache_posteriors(tmp_path / "posteriors", Pairs(3, 0, 1, seed=0), 3, images, [], options, num_workers=1)
-    code, message = cli.describe_error(error.value)
-    assert code == cli.CheckFailed.exit_code
+    code, message = errors.describe_error(error.value)
+    assert code == errors.CheckFailed.exit_code
     assert "quant_conv.weight" in message

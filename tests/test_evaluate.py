@@ -12,15 +12,15 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, last_json, make_photos, tree
-from test_encoders import make_tiny_clip, make_tiny_dino
+from tiny_models import make_tiny_clip, make_tiny_dino
 
-import cli
-import drawing
 import evaluate
-from checkpoint import lock
-from cluster import map_on_actors
+from common import errors
+from common.actors import map_on_actors
+from common.folders import lock
 from evaluate import check_family, main, parse_args
-from measures import MEASURES
+from evaluation.measures import MEASURES
+from pipelines import drawing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,7 +163,7 @@ def test_one_pool_draws_all_sets_and_one_embeds_them(run, finished, monkeypatch,
         pools.append((worker_class.__name__, sum(len(item.get("paths", ())) for item in items)))
         return map_on_actors(worker_class, options, items, **pool)
 
-    for module in ("drawing", "encoders"):
+    for module in ("pipelines.drawing", "evaluation.encoders"):
         monkeypatch.setattr(f"{module}.map_on_actors", count)
     whole = run()
     assert pools == [("ImageDrawer", 13), ("Encoders", 2 * 21)]
@@ -251,16 +251,16 @@ def test_a_lost_report_is_made_again_and_no_picture(run, tmp_path):
     ],
 )
 def test_other_settings_are_refused(run, nothing_runs, finished, changed, named):
-    with pytest.raises(cli.BadInput, match=rf"--output_dir .*{named}.*--overwrite"):
+    with pytest.raises(errors.BadInput, match=rf"--output_dir .*{named}.*--overwrite"):
         run(output_dir=finished, **changed)
 
 
 def test_other_photos_or_weights_are_refused(run, nothing_runs, finished, photos, tuned_model, tmp_path):
     more = shutil.copytree(photos, tmp_path / "photos")
     shutil.copy(more / "00.png", more / "copy.png")
-    with pytest.raises(cli.BadInput, match="instance_images_dir was"):
+    with pytest.raises(errors.BadInput, match="instance_images_dir was"):
         run(output_dir=finished, instance_images_dir=more)
-    with pytest.raises(cli.BadInput, match="model_dir was"):
+    with pytest.raises(errors.BadInput, match="model_dir was"):
         run(output_dir=finished, model_dir=more_weights(tuned_model, tmp_path / "other"))
 
 
@@ -290,7 +290,7 @@ def test_an_overwriting_that_fails_leaves_no_result_of_before(run, flags, monkey
 
 
 def test_another_run_holds_the_folder(run, nothing_runs, tmp_path):
-    with lock(tmp_path / "out" / ".lock"), pytest.raises(cli.TryAgain):
+    with lock(tmp_path / "out" / ".lock"), pytest.raises(errors.TryAgain):
         run()
 
 
@@ -300,7 +300,9 @@ def test_another_run_holds_the_folder(run, nothing_runs, tmp_path):
 
 def test_a_measure_below_its_limit_fails_the_job(run, nothing_runs, finished, capsys):
     limits = [f"--fail_under={limit}" for limit in ("subject_dino=2", "prompt_clip=-1", "diversity=3")]
-    with pytest.raises(cli.ToolError, match=r"subject_dino [-0-9.]+ is below 2, diversity [-0-9.]+ is below 3") as low:
+    with pytest.raises(
+        errors.ToolError, match=r"subject_dino [-0-9.]+ is below 2, diversity [-0-9.]+ is below 3"
+    ) as low:
         run(*limits, output_dir=finished)
     assert low.value.exit_code == 1
     assert last_json(capsys.readouterr().out)["measures"]
@@ -310,11 +312,11 @@ def test_a_measure_below_its_limit_fails_the_job(run, nothing_runs, finished, ca
 def test_a_measure_above_its_limit_fails_the_job(run, nothing_runs, finished, capsys):
     limits = ["--fail_above=memorised=-0.5", "--fail_above=prior_photos=-2", "--fail_above=memorised=1"]
     said = r"^--fail_above: memorised [0-9.]+ is above -0.5, prior_photos [-0-9.]+ is above -2$"
-    with pytest.raises(cli.ToolError, match=said) as high:
+    with pytest.raises(errors.ToolError, match=said) as high:
         run(*limits, output_dir=finished)
     assert high.value.exit_code == 1
     assert last_json(capsys.readouterr().out)["measures"]
-    with pytest.raises(cli.ToolError, match=r"^--fail_under: diversity .* is below 3; --fail_above: memorised"):
+    with pytest.raises(errors.ToolError, match=r"^--fail_under: diversity .* is below 3; --fail_above: memorised"):
         run("--fail_under=diversity=3", limits[0], output_dir=finished)
     run("--fail_above", "memorised=1", "--fail_above", "prior_photos=1", output_dir=finished)
 
@@ -372,21 +374,21 @@ def test_a_limit_of_what_is_not_measured_is_a_usage_error(command, capsys):
     ],
 )
 def test_bad_input_is_said_before_anything_is_drawn(run, nothing_runs, tmp_path, changed, said):
-    with pytest.raises(cli.BadInput, match=said) as error:
+    with pytest.raises(errors.BadInput, match=said) as error:
         run(**changed)
     assert error.value.exit_code == 3 and not (tmp_path / "out").exists()
 
 
 def test_too_few_or_broken_photos(run, nothing_runs, tmp_path):
     one, two = make_photos(tmp_path / "one", 1), make_photos(tmp_path / "two", 2)
-    with pytest.raises(cli.BadInput, match=r"--instance_images_dir .*one: 1 pictures are too few"):
+    with pytest.raises(errors.BadInput, match=r"--instance_images_dir .*one: 1 pictures are too few"):
         run(instance_images_dir=one)
-    with pytest.raises(cli.BadInput, match=r"--class_images_dir .*two: 2 pictures are too few"):
+    with pytest.raises(errors.BadInput, match=r"--class_images_dir .*two: 2 pictures are too few"):
         run(class_images_dir=two)
     (two / "00.png").write_bytes(b"no picture")
-    with pytest.raises(cli.BadInput, match=r"1 bad files \(00.png\)"):
+    with pytest.raises(errors.BadInput, match=r"1 bad files \(00.png\)"):
         run(instance_images_dir=two)
-    with pytest.raises(cli.BadInput, match="1 pictures are too few"):
+    with pytest.raises(errors.BadInput, match="1 pictures are too few"):
         run("--skip_bad_images", instance_images_dir=two)
     assert not (tmp_path / "out").exists()
 
@@ -404,7 +406,7 @@ def test_models_of_different_families(tiny_model, tuned_model, tmp_path):
     ):
         other = shutil.copytree(tuned_model, tmp_path / file.replace("/", "-"))
         edit(other / file, **changed)
-        with pytest.raises(cli.BadInput, match=rf"--model_dir .* of different families: {said}"):
+        with pytest.raises(errors.BadInput, match=rf"--model_dir .* of different families: {said}"):
             check_family(tiny_model, other)
 
 
@@ -416,7 +418,7 @@ def test_what_an_older_configuration_does_not_say_is_no_other_family(tiny_model,
     path.write_text(json.dumps({name: value for name, value in config.items() if name != "in_channels"}))
     check_family(older, tuned_model)
     path.write_text(json.dumps({name: value for name, value in config.items() if name != "layers_per_block"}))
-    with pytest.raises(cli.BadInput, match="unet's layers_per_block is 1 and 2"):
+    with pytest.raises(errors.BadInput, match="unet's layers_per_block is 1 and 2"):
         check_family(older, tuned_model)
 
 

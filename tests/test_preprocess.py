@@ -11,14 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import ROOT, last_json, make_tiny_model, noise_png, run_script, tree
+from conftest import ROOT, last_json, noise_png, run_script, tree
+from tiny_models import make_tiny_model
 
-import checkpoint
-import cli
 import preprocess
-from dataset import crop_square, read_image, scale_pixels
-from latents import digest_encoders
-from storage import Folder
+from common import errors, folders
+from common.images import crop_square, read_image, scale_pixels
+from common.storage import Folder
+from pretraining.latents import digest_encoders
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +86,7 @@ def stop_at(monkeypatch):
 
         def call(self, given):
             if len(seen) == chunk:
-                raise cli.OutOfResource("full")
+                raise errors.OutOfResource("full")
             seen.append(given["name"])
             return write(self, given)
 
@@ -181,7 +181,7 @@ def test_the_metadata_say_what_a_reader_must_know(whole, tiny_model):
     assert {name: metadata[name] for name in known} == known
     assert metadata["settings"]["seed"] == 0 and metadata["settings"]["crop"] == "center"
     assert (whole / "bad_rows.jsonl").read_bytes() == b""
-    assert checkpoint.read_manifest(whole, deep=True)["settings"] == metadata["settings"]
+    assert folders.read_manifest(whole, deep=True)["settings"] == metadata["settings"]
     assert [path.name for path in whole.parent.iterdir()] == ["out"]
 
 
@@ -222,7 +222,7 @@ def test_too_many_bad_rows_end_the_run_and_a_larger_share_goes_on(encode, stop_a
     table["caption"][7] = None
     pq.write_table(pa.table(table), source / "x.parquet")
     with pytest.raises(
-        cli.BadInput, match=r"5 of 10 rows are bad, more than --max_bad_fraction 0\.4.*x\.parquet:0:1: dam"
+        errors.BadInput, match=r"5 of 10 rows are bad, more than --max_bad_fraction 0\.4.*x\.parquet:0:1: dam"
     ):
         encode("--max_bad_fraction", 0.4, source=source)
     assert not (tmp_path / "out").exists()
@@ -238,7 +238,7 @@ def test_too_many_bad_rows_end_the_run_and_a_larger_share_goes_on(encode, stop_a
 def test_a_run_of_bad_rows_ends_early(encode, stop_at, tmp_path, monkeypatch):
     monkeypatch.setattr(preprocess, "EARLY", 4)
     seen = stop_at()
-    with pytest.raises(cli.BadInput, match="4 of 4 rows are bad"):
+    with pytest.raises(errors.BadInput, match="4 of 4 rows are bad"):
         encode(source=make_data(tmp_path / "data", bad=range(4), count=40))
     assert seen == PARTS[:1]
 
@@ -250,7 +250,7 @@ def test_a_run_of_bad_rows_ends_early(encode, stop_at, tmp_path, monkeypatch):
 def test_a_failed_run_goes_on_where_it_was(encode, stop_at, whole, tmp_path):
     flags = ["--resolutions", 16, 32]
     stop_at(2)
-    with pytest.raises(cli.OutOfResource):
+    with pytest.raises(errors.OutOfResource):
         encode(*flags)
     assert not (tmp_path / "out").exists()
     seen = stop_at()
@@ -265,13 +265,14 @@ def test_a_killed_run_leaves_nothing_half_and_the_next_is_as_if_it_had_not_been(
     flags = ["--resolutions", 16, 32]
     code = """
 import os, sys
-import checkpoint, preprocess
+import preprocess
+from common import folders
 replace = os.replace
 def kill(source, target):
     if target.name == "part-000000-0001.parquet":
         os.kill(os.getpid(), 9)
     replace(source, target)
-checkpoint.os.replace = kill
+folders.os.replace = kill
 preprocess.main(preprocess.parse_args())
 """
     threads = str(torch.get_num_threads())  # as here: another number rounds otherwise
@@ -314,7 +315,7 @@ def test_other_settings_do_not_touch_a_data_set(name, value, encode, tmp_path):
     encode()
     before = tree(tmp_path)
     default = json.loads((tmp_path / "out" / "metadata.json").read_text())["settings"][name]
-    with pytest.raises(cli.BadInput, match=rf"out holds a run with other settings \({name} was .*--overwrite"):
+    with pytest.raises(errors.BadInput, match=rf"out holds a run with other settings \({name} was .*--overwrite"):
         encode(*flags)
     assert tree(tmp_path) == before
     encode(*flags, "--overwrite")
@@ -324,7 +325,7 @@ def test_other_settings_do_not_touch_a_data_set(name, value, encode, tmp_path):
 
 def test_other_data_or_another_models_encoders_are_other_settings(encode, tmp_path):
     encode()
-    with pytest.raises(cli.BadInput, match=r"other settings .input was"):
+    with pytest.raises(errors.BadInput, match=r"other settings .input was"):
         encode(source=make_data(tmp_path / "more", count=11))
     other = make_tiny_model(tmp_path / "other", num_train_timesteps=10)
     assert encode(model=other)["rows"] == 10  # the encoders are the same
@@ -332,16 +333,16 @@ def test_other_data_or_another_models_encoders_are_other_settings(encode, tmp_pa
     data = bytearray(name.read_bytes())
     data[-100:] = bytes(100)
     name.write_bytes(data)
-    with pytest.raises(cli.BadInput, match=r"other settings .encoders was"):
+    with pytest.raises(errors.BadInput, match=r"other settings .encoders was"):
         encode(model=other)
 
 
 def test_an_unfinished_run_of_other_settings_is_only_dropped_by_overwrite(encode, stop_at, tmp_path):
     stop_at(1)
-    with pytest.raises(cli.OutOfResource):
+    with pytest.raises(errors.OutOfResource):
         encode()
     before = tree(tmp_path)
-    with pytest.raises(cli.BadInput, match=r"the unfinished .*out.* holds .*seed was 0, now 1"):
+    with pytest.raises(errors.BadInput, match=r"the unfinished .*out.* holds .*seed was 0, now 1"):
         encode("--seed", 1)
     assert tree(tmp_path).keys() == before.keys()
     seen = stop_at()
@@ -353,10 +354,10 @@ def test_parts_of_a_run_that_was_killed_before_it_appeared_keep_their_settings(e
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "publish", kill)
+        patch.setattr(folders, "publish", kill)
         with pytest.raises(KeyboardInterrupt):
             encode()
-    with pytest.raises(cli.BadInput, match="crop was 'center', now 'random'"):
+    with pytest.raises(errors.BadInput, match="crop was 'center', now 'random'"):
         encode("--crop", "random")
     seen = stop_at()
     assert encode()["rows"] == 10 and seen == []
@@ -367,11 +368,11 @@ def test_a_damaged_data_set_is_in_the_way(encode, tmp_path):
     encode()
     (tmp_path / "out" / PARTS[1]).write_bytes(b"cut")
     before = tree(tmp_path)
-    with pytest.raises(cli.BadInput, match=r"--output_dir .*out is a damaged data set of ours: --overwrite"):
+    with pytest.raises(errors.BadInput, match=r"--output_dir .*out is a damaged data set of ours: --overwrite"):
         encode()
     assert tree(tmp_path) == before
     assert encode("--overwrite")["rows"] == 10
-    assert checkpoint.read_manifest(tmp_path / "out", deep=True)
+    assert folders.read_manifest(tmp_path / "out", deep=True)
 
 
 def test_a_folder_that_is_not_ours_is_never_replaced(encode, tmp_path):
@@ -379,13 +380,13 @@ def test_a_folder_that_is_not_ours_is_never_replaced(encode, tmp_path):
     (tmp_path / "out" / "holiday.jpg").write_bytes(noise_png())
     before = tree(tmp_path)
     for flags in ((), ("--overwrite",)):
-        with pytest.raises(cli.BadInput, match=r"--output_dir .*out is in the way: it is not a result of ours"):
+        with pytest.raises(errors.BadInput, match=r"--output_dir .*out is in the way: it is not a result of ours"):
             encode(*flags)
     assert tree(tmp_path) == before
 
 
 def test_the_output_does_not_replace_the_input(encode, data):
-    with pytest.raises(cli.BadInput, match=r"--output_dir .* would replace --input"):
+    with pytest.raises(errors.BadInput, match=r"--output_dir .* would replace --input"):
         encode(folder=data)
 
 
@@ -394,7 +395,7 @@ def test_the_output_does_not_replace_the_input(encode, data):
 
 
 def test_another_run_holds_the_output(encode, tmp_path):
-    with checkpoint.lock(tmp_path / "out.work" / ".lock"), pytest.raises(cli.TryAgain, match="process") as error:
+    with folders.lock(tmp_path / "out.work" / ".lock"), pytest.raises(errors.TryAgain, match="process") as error:
         encode()
     assert error.value.exit_code == 75
     assert encode()["rows"] == 10
@@ -411,7 +412,7 @@ def test_another_run_holds_the_output(encode, tmp_path):
     ],
 )
 def test_wrong_input_is_told_before_anything_is_written(flags, message, encode, tmp_path):
-    with pytest.raises(cli.BadInput, match=message):
+    with pytest.raises(errors.BadInput, match=message):
         encode(*flags)
     assert list(tmp_path.iterdir()) == []
 
@@ -432,7 +433,7 @@ def test_from_a_store_to_a_store(encode, stop_at, data, s3, whole, tmp_path):
     options = {"source": s3("in"), "folder": s3("deep/out")}
     flags = ["--resolutions", 16, 32]
     stop_at(2)
-    with pytest.raises(cli.OutOfResource):
+    with pytest.raises(errors.OutOfResource):
         encode(*flags, **options)
     seen = stop_at()
     assert encode(*flags, **options)["rows"] == 10 and seen == PARTS[2:]
@@ -446,10 +447,10 @@ def test_from_a_store_to_a_store(encode, stop_at, data, s3, whole, tmp_path):
 def test_overwrite_drops_what_a_store_held(encode, stop_at, s3, tmp_path):
     options = {"folder": s3("out")}
     encode(**options)
-    with pytest.raises(cli.BadInput, match="crop was 'center', now 'random'"):
+    with pytest.raises(errors.BadInput, match="crop was 'center', now 'random'"):
         encode("--crop", "random", **options)
     stop_at(1)
-    with pytest.raises(cli.OutOfResource):
+    with pytest.raises(errors.OutOfResource):
         encode("--crop", "random", "--overwrite", **options)
     assert list(Folder(s3("out")).names("")) == [PARTS[0], "run.json"]  # no reader takes it for whole
     stop_at()
@@ -461,7 +462,7 @@ def test_overwrite_drops_what_a_store_held(encode, stop_at, s3, tmp_path):
 
 def test_a_store_folder_of_other_things_is_in_the_way(encode, s3):
     Folder(s3("out")).write("metadata.json", b'{"not": "ours"}')
-    with pytest.raises(cli.BadInput, match="is in the way"):
+    with pytest.raises(errors.BadInput, match="is in the way"):
         encode(folder=s3("out"))
     assert Folder(s3("out")).names("") == {"metadata.json": 15}
 
@@ -495,6 +496,6 @@ def test_a_file_that_a_task_finds_damaged_ends_the_run_with_its_name(ray_session
     data = (source / "x.parquet").read_bytes()
     start = data.index(noise_png(0)[:50])
     (source / "x.parquet").write_bytes(data[: start - 4] + b"\xff\xff\xff\x7f" + data[start:])
-    with pytest.raises(cli.CheckFailed, match=r"x\.parquet is damaged"):
+    with pytest.raises(errors.CheckFailed, match=r"x\.parquet is damaged"):
         encode("--num_workers", "1", source=source)
     assert not (tmp_path / "out").exists()

@@ -14,17 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import RESOLUTION, ROOT, last_json, tree
-from test_encoders import make_tiny_clip
+from conftest import ROOT, last_json, tree
+from tiny_models import RESOLUTION, make_tiny_clip
 
-import checkpoint
-import cli
-import parallel
 import preprocess
 import pretrain
-import training
-from latents import digest_encoders
-from model_folder import model_resolution
+from common import errors, folders
+from pipelines.configs import model_resolution
+from pretraining.latents import digest_encoders
+from training import checkpoints, logs, workers
 
 
 @pytest.fixture
@@ -34,12 +32,12 @@ def command(pretrain_command):
 
 @pytest.fixture(autouse=True)
 def short_sampling(monkeypatch):
-    monkeypatch.setattr("validation.NUM_INFERENCE_STEPS", 2)
+    monkeypatch.setattr("training.validation.NUM_INFERENCE_STEPS", 2)
 
 
 def weights(folder):
     """Return the UNet's weights in a folder, in one file or several."""
-    return parallel.read_shares(Path(folder) / "unet", parallel.WEIGHTS)
+    return checkpoints.read_shares(Path(folder) / "unet", checkpoints.WEIGHTS)
 
 
 def assert_equal(one, other):
@@ -50,13 +48,13 @@ def assert_equal(one, other):
 
 def assert_same_state(one, other, step):
     """Weights, averages and optimizer in the checkpoints of two work folders."""
-    files = [sorted(checkpoint.checkpoint_path(folder, step).rglob("*.safetensors")) for folder in (one, other)]
+    files = [sorted(checkpoints.checkpoint_path(folder, step).rglob("*.safetensors")) for folder in (one, other)]
     assert [path.name for path in files[0]] == [path.name for path in files[1]] and files[0]
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
 
 
 def log_of(work_dir):
-    return training.read_log(Path(work_dir) / training.LOG)
+    return folders.read_json_lines(Path(work_dir) / logs.LOG)
 
 
 def losses(work_dir):
@@ -110,7 +108,7 @@ def test_validation_loss_is_the_weighted_sum(monkeypatch):
     rows = iter([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 50.0])])
     monkeypatch.setattr(pretrain, "denoising_losses", lambda batch, model: next(rows))
     batches = [({}, torch.tensor([1 / 3, 1 / 3])), ({}, torch.tensor([1 / 3, 0.0]))]
-    place = training.Place(0, 1, torch.device("cpu"))
+    place = workers.Place(0, 1, torch.device("cpu"))
     found = pretrain.validation_loss(batches, place, torch.float32, model=torch.nn.Identity())
     assert found == pytest.approx(2.0)
 
@@ -228,7 +226,7 @@ def test_resume_is_bit_equal_after_a_crash(command, tmp_path, power_cut, num_val
     command(output_dir=tmp_path / "whole", **flags)
     with power_cut():
         command(**flags)
-    assert not command.output_dir.exists() and checkpoint.newest_checkpoint(command.work_dir)[0] == 2
+    assert not command.output_dir.exists() and checkpoints.newest_checkpoint(command.work_dir)[0] == 2
     command(**flags)
     assert_equal(weights(tmp_path / "whole"), weights(command.output_dir))
     assert_same_state(tmp_path / "whole.work", command.work_dir, 6)
@@ -250,12 +248,12 @@ def test_validation_changes_nothing(command, tmp_path):
 
 def test_the_averages_are_published(command, tmp_path):
     command(max_steps=3)
-    folder = checkpoint.checkpoint_path(command.work_dir, 3)
+    folder = checkpoints.checkpoint_path(command.work_dir, 3)
     raw, averages = weights(folder), weights(folder / "ema")
     assert_equal(averages, weights(command.output_dir))
     assert any(not torch.equal(raw[name], averages[name]) for name in raw)
     command(output_dir=tmp_path / "raw", ema_decay=0, max_steps=3)
-    folder = checkpoint.checkpoint_path(tmp_path / "raw.work", 3)
+    folder = checkpoints.checkpoint_path(tmp_path / "raw.work", 3)
     assert not (folder / "ema").exists()
     assert_equal(weights(folder), weights(tmp_path / "raw"))
     assert_equal(raw, weights(folder))
@@ -272,7 +270,7 @@ def test_online_and_offline_give_the_same_losses(command, tmp_path, raw_data):
 
 
 def test_every_weight_moves_and_the_gradient_is_clipped(command, monkeypatch):
-    seen, real = [], training.make_optimizer
+    seen, real = [], pretrain.make_optimizer
 
     def watched(*arguments):
         optimizer = real(*arguments)
@@ -283,11 +281,11 @@ def test_every_weight_moves_and_the_gradient_is_clipped(command, monkeypatch):
         return optimizer
 
     started = []
-    monkeypatch.setattr(training, "make_optimizer", watched)
+    monkeypatch.setattr(pretrain, "make_optimizer", watched)
     command(max_steps=10, max_grad_norm=0.01)
     assert seen == pytest.approx([0.01] * 10, rel=1e-3)
     assert min(line["grad_norm"] for line in log_of(command.work_dir)) > 0.1
-    unet = weights(checkpoint.checkpoint_path(command.work_dir, 10)).values()
+    unet = weights(checkpoints.checkpoint_path(command.work_dir, 10)).values()
     before, after = (torch.cat(sorted_flat(tensors)) for tensors in (started[0], unet))
     assert (before != after).float().mean() > 0.99
 
@@ -318,7 +316,7 @@ def test_the_published_layout_is_trained_on(command, tmp_path):
     (tmp_path / "published").mkdir()
     pq.write_table(pa.table({name: pa.array(rows) for name, rows in columns.items()}), tmp_path / "published/0.parquet")
     flags = {"data": tmp_path / "published", "max_steps": 3}
-    with pytest.raises(cli.BadInput, match="--prescaled_latents"):
+    with pytest.raises(errors.BadInput, match="--prescaled_latents"):
         command(**flags)
     command(prescaled_latents=True, **flags)
     assert len(losses(command.work_dir)) == 3
@@ -347,9 +345,9 @@ def test_new_weights_are_the_seeds_and_others_the_models(command, tiny_model, tm
 
 def test_other_settings_are_refused_and_overwrite_replaces(command):
     command(max_steps=1)
-    with pytest.raises(cli.BadInput, match=r"lr was 0\.001, now 0\.01"):
+    with pytest.raises(errors.BadInput, match=r"lr was 0\.001, now 0\.01"):
         command(max_steps=1, lr=1e-2)
-    with pytest.raises(cli.BadInput, match="rows_per_step was 4, now 8"):
+    with pytest.raises(errors.BadInput, match="rows_per_step was 4, now 8"):
         command(max_steps=1, batch_size_per_worker=8)
     before = weights(command.output_dir)
     command(max_steps=1, lr=1e-2, overwrite=True)
@@ -368,7 +366,7 @@ def test_two_workers_with_fsdp_publish_a_pipeline(command, capsys, ray_session):
 
     command(num_workers=2, strategy="fsdp", fsdp_sharding="SHARD_GRAD_OP", max_steps=3, num_validation_rows=5)
     unet = DiffusionPipeline.from_pretrained(command.output_dir).unet
-    folder = checkpoint.checkpoint_path(command.work_dir, 3)
+    folder = checkpoints.checkpoint_path(command.work_dir, 3)
     assert len(list((folder / "unet").glob("*.safetensors"))) == 2
     assert_equal(dict(unet.state_dict()), weights(folder / "ema"))
     assert log_of(command.work_dir)[-1]["validation_loss"] > 0
@@ -391,7 +389,7 @@ def test_an_error_of_one_worker_ends_the_run(command, latents, tmp_path, ray_ses
     from ray.train import WorkerGroupError
 
     copy = shutil.copytree(latents, tmp_path / "copy")
-    (copy / checkpoint.MANIFEST).unlink()
+    (copy / folders.MANIFEST).unlink()
     path = copy / "part-000000-0003.parquet"
     table = pq.read_table(path)
     values = table["image_latents_16"].combine_chunks().to_numpy_ndarray().copy()
@@ -401,6 +399,6 @@ def test_an_error_of_one_worker_ends_the_run(command, latents, tmp_path, ray_ses
     start = time.monotonic()
     with pytest.raises(WorkerGroupError) as caught:
         command(data=copy, max_steps=20, num_workers=2, shuffle_window=1, batch_size_per_worker=1)
-    code, line = cli.describe_error(caught.value)
+    code, line = errors.describe_error(caught.value)
     assert code == 5 and "part-000000-0003.parquet: column image_latents_16 holds values that are not" in line
     assert time.monotonic() - start < 150

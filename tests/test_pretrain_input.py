@@ -6,8 +6,7 @@ import shutil
 import pytest
 from conftest import make_raw_data
 
-import checkpoint
-import cli
+from common import errors, folders
 
 
 @pytest.fixture
@@ -23,13 +22,13 @@ def refused(command, monkeypatch):
         raise AssertionError("a model was loaded")
 
     def refuse(**flags):
-        with monkeypatch.context() as patch, pytest.raises(cli.ToolError) as caught:
-            patch.setattr("utils.load_models", loaded)
+        with monkeypatch.context() as patch, pytest.raises(errors.ToolError) as caught:
+            patch.setattr("pipelines.loading.load_models", loaded)
             patch.setattr("pretrain.load_unet", loaded)
             command(**flags)
-        code, line = cli.describe_error(caught.value)
+        code, line = errors.describe_error(caught.value)
         assert code == 3 and "\n" not in line
-        assert not command.output_dir.exists() or checkpoint.read_manifest(command.output_dir)
+        assert not command.output_dir.exists() or folders.read_manifest(command.output_dir)
         return line
 
     return refuse
@@ -92,7 +91,7 @@ def test_bad_data(refused, latents, tiny_model, tmp_path):
 def test_what_is_in_the_way_is_not_touched(refused, command):
     command.output_dir.mkdir()
     (command.output_dir / "thesis.tex").write_text("mine")
-    with pytest.raises(cli.BadInput, match="in the way"):
+    with pytest.raises(errors.BadInput, match="in the way"):
         command()
     assert (command.output_dir / "thesis.tex").read_text() == "mine"
 
@@ -119,6 +118,6 @@ def test_usage_errors(command, flags):
 
 
 def test_two_commands_at_once(command):
-    with checkpoint.lock(command.work_dir / ".lock"), pytest.raises(cli.TryAgain, match=str(os.getpid())) as caught:
+    with folders.lock(command.work_dir / ".lock"), pytest.raises(errors.TryAgain, match=str(os.getpid())) as caught:
         command()
-    assert cli.describe_error(caught.value)[0] == 75
+    assert errors.describe_error(caught.value)[0] == 75

@@ -14,13 +14,13 @@ import pytest
 from conftest import ROOT, last_json, tree
 from PIL import Image
 
-import cli
-import cluster
-import drawing
 import run_model
-import utils
-from checkpoint import lock, sha256_file
-from drawing import MAX_REDRAWS, SAMPLER, ImageDrawer, image_name, make_items
+from common import cli, cluster, errors
+from common.folders import lock, sha256_file
+from pipelines import drawing, loading
+from pipelines.drawing import MAX_REDRAWS, ImageDrawer, make_items
+from pipelines.image_folder import image_name
+from pipelines.samplers import SAMPLER
 from utils import image_seed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,7 +127,7 @@ def test_a_prompts_file_has_a_prompt_a_line(draw, drawn, tmp_path):
 def test_a_prompts_file_without_prompts_is_bad_input(draw, tmp_path, content):
     if content is not None:
         (tmp_path / "prompts.txt").write_bytes(content)
-    with pytest.raises(cli.BadInput, match="--prompts_file"):
+    with pytest.raises(errors.BadInput, match="--prompts_file"):
         draw("--prompts_file", tmp_path / "prompts.txt", prompts=[])
     assert not (tmp_path / "out").exists()
 
@@ -162,22 +162,22 @@ def test_no_prompt_is_a_usage_error(capsys):
 @pytest.mark.parametrize("flag", ["--height", "--width"])
 def test_a_size_that_the_vae_does_not_divide_is_bad_input(draw, flag):
     for size in (17, 20):  # Diffusers takes multiples of 8, whatever the VAE's factor
-        with pytest.raises(cli.BadInput, match=rf"{flag} {size} .*multiple of 8"):
+        with pytest.raises(errors.BadInput, match=rf"{flag} {size} .*multiple of 8"):
             draw(flag, size)
 
 
 def test_a_checkpoint_without_modules_is_bad_input(draw, tmp_path):
     (tmp_path / "checkpoint-000001").mkdir()
     for folder in ("checkpoint-000001", "none"):
-        with pytest.raises(cli.BadInput, match=f"--checkpoint .*{folder}"):
+        with pytest.raises(errors.BadInput, match=f"--checkpoint .*{folder}"):
             draw("--checkpoint", tmp_path / folder)
 
 
 def test_bad_input_leaves_no_folder(draw, tmp_path):
-    with pytest.raises(cli.BadInput, match="--model_dir"):
+    with pytest.raises(errors.BadInput, match="--model_dir"):
         draw(model=tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(cli.BadInput, match="--output_dir"):
+    with pytest.raises(errors.BadInput, match="--output_dir"):
         draw(folder=tmp_path / "file" / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
@@ -274,9 +274,9 @@ def test_an_image_does_not_depend_on_the_prompts_beside_it(draw, tmp_path, monke
     """Of another length, and with a negative prompt and guidance: one batch of all against batches of one."""
     prompts = ["a", "a cat", "a dog sits in the snow, 7", "9, " * 20]
     flags = ["--negative_prompt", "grey, blurred", "--guidance_scale", 30, "--num_samples_per_prompt", 2]
-    sizes, draw_images = [], utils.draw_images
+    sizes, draw_images = [], loading.draw_images
     monkeypatch.setattr(
-        utils, "draw_images", lambda *args, **sampler: sizes.append(len(args[2])) or draw_images(*args, **sampler)
+        loading, "draw_images", lambda *args, **sampler: sizes.append(len(args[2])) or draw_images(*args, **sampler)
     )
     for size in (8, 1):
         draw(*flags, "--batch_size", size, prompts=prompts, folder=tmp_path / str(size), steps=3)
@@ -335,7 +335,7 @@ def test_a_checkpoints_modules_draw(reference, tiny_model, tmp_path):
     draw_tiny(tiny_model, tmp_path / "out", "--checkpoint", checkpoint)
     for name, pixels in pixels_of(tmp_path / "out").items():
         assert np.abs(pixels - pixels_of(reference)[name]).mean() > 1
-    with pytest.raises(cli.BadInput, match="model"):
+    with pytest.raises(errors.BadInput, match="model"):
         draw_tiny(tiny_model, tmp_path / "out")
 
 
@@ -384,7 +384,7 @@ def test_a_finished_run_needs_no_lock(draw, drawn, tmp_path):
     draw("--num_samples_per_prompt", 1)
     with lock(tmp_path / "out" / ".lock"):
         assert draw("--num_samples_per_prompt", 1)["drawn"] == 0
-        with pytest.raises(cli.TryAgain, match=r"out is in use by process \d+"):
+        with pytest.raises(errors.TryAgain, match=r"out is in use by process \d+"):
             draw("--num_samples_per_prompt", 2)
 
 
@@ -464,7 +464,7 @@ def test_metadata_that_is_no_text_is_rebuilt(draw, drawn, tmp_path):
 def test_other_settings_on_the_same_folder_are_bad_input(draw, drawn, tmp_path, flags, name):
     draw("--num_samples_per_prompt", 2)
     before = tree(tmp_path / "out")
-    with pytest.raises(cli.BadInput, match=re.escape(name)) as error:
+    with pytest.raises(errors.BadInput, match=re.escape(name)) as error:
         draw("--num_samples_per_prompt", 2, *flags)
     assert "--output_dir" in str(error.value) and "--overwrite" in str(error.value)
     assert tree(tmp_path / "out") == before
@@ -472,7 +472,7 @@ def test_other_settings_on_the_same_folder_are_bad_input(draw, drawn, tmp_path, 
 
 def test_another_model_on_the_same_folder_is_bad_input(draw, drawn, tiny_v_model):
     draw("--num_samples_per_prompt", 1)
-    with pytest.raises(cli.BadInput, match="model was '"):
+    with pytest.raises(errors.BadInput, match="model was '"):
         draw("--num_samples_per_prompt", 1, model=tiny_v_model)
 
 
@@ -586,7 +586,9 @@ def test_flagged_images_of_a_batch_are_redrawn_with_their_own_prompts(draw, draw
 def test_an_image_that_is_always_flagged_is_an_error(draw, drawn, tmp_path):
     attempts = [image_seed(0, 1, attempt) for attempt in range(MAX_REDRAWS + 50)]
     drawn.flag = set(attempts).__contains__
-    with pytest.raises(cli.BadInput, match=rf"flagged 1 images {MAX_REDRAWS + 1} times .*--no_safety_checker") as error:
+    with pytest.raises(
+        errors.BadInput, match=rf"flagged 1 images {MAX_REDRAWS + 1} times .*--no_safety_checker"
+    ) as error:
         draw("--num_samples_per_prompt", 3)
     names = images_of(tmp_path / "out")
     assert names == [image_name("a cat", 0), image_name("a cat", 2)] == sorted(records_of(tmp_path / "out"))
@@ -601,7 +603,7 @@ def test_the_checker_is_on_unless_turned_off(draw, drawn, monkeypatch, tmp_path)
         def to(self, device):
             return self
 
-    monkeypatch.setattr(utils, "load_pipeline", lambda *args: asked.append(args[3]) or Pipeline())
+    monkeypatch.setattr(loading, "load_pipeline", lambda *args: asked.append(args[3]) or Pipeline())
     draw("--num_samples_per_prompt", 1, folder=tmp_path / "on")
     draw("--num_samples_per_prompt", 1, "--no_safety_checker", folder=tmp_path / "off")
     assert asked == [True, False]
@@ -665,7 +667,7 @@ def make_checked_model(tiny_model, folder):
 
 def test_a_models_own_safety_checker_is_on_until_it_is_turned_off(tiny_model, tmp_path, capsys):
     model = make_checked_model(tiny_model, tmp_path / "checked")
-    with pytest.raises(cli.BadInput, match="--no_safety_checker"):
+    with pytest.raises(errors.BadInput, match="--no_safety_checker"):
         draw_tiny(model, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.png"))
     draw_tiny(model, tmp_path / "off", "--no_safety_checker")
@@ -677,5 +679,5 @@ def test_dpm_solver_is_refused_where_it_cannot_replace_the_models_own(tiny_model
     index = json.loads((model / "model_index.json").read_text())
     index["scheduler"][1] = "FlowMatchEulerDiscreteScheduler"
     (model / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(cli.BadInput, match="--sampler dpm"):
+    with pytest.raises(errors.BadInput, match="--sampler dpm"):
         draw_tiny(model, tmp_path / "out", "--sampler", "dpm++")

@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, last_json, make_photos, run_script, tree
 
-import checkpoint
-import cli
 import train
-import training
-import validation
+from common import errors, folders
+from training import checkpoints, logs, loop, validation
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def command(tiny_model, photos, class_images, tmp_path):
 def no_card_images(monkeypatch):
     """Draw one sample image in two steps: the card's own numbers would take most of the time of these tests."""
     monkeypatch.setattr("train.CARD_IMAGES", 1)
-    monkeypatch.setattr("validation.NUM_INFERENCE_STEPS", 2)
+    monkeypatch.setattr("training.validation.NUM_INFERENCE_STEPS", 2)
 
 
 def weights(folder):
@@ -85,11 +83,11 @@ def assert_equal_weights(one, other):
 
 
 def losses(work_dir):
-    return [line["loss"] for line in training.read_log(Path(work_dir) / training.LOG)]
+    return [line["loss"] for line in folders.read_json_lines(Path(work_dir) / logs.LOG)]
 
 
-def checkpoints(work_dir):
-    return {step for step, _ in checkpoint.list_checkpoints(work_dir)}
+def steps_kept(work_dir):
+    return {step for step, _ in checkpoints.list_checkpoints(work_dir)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,7 +111,7 @@ def test_files_pipeline_and_card(command, capsys):
         assert part in card
     texts = [path.read_text() for path in command.output_dir.rglob("*.json")]
     assert len(texts) > 5 and not any(str(command.output_dir.parent) in text for text in texts)
-    assert [line["step"] for line in training.read_log(command.output_dir / "training_log.jsonl")] == [1, 2, 3, 4]
+    assert [line["step"] for line in folders.read_json_lines(command.output_dir / "training_log.jsonl")] == [1, 2, 3, 4]
     assert any((command.work_dir / "tensorboard").glob("events*"))
 
 
@@ -136,13 +134,13 @@ def test_result_and_checkpoint_load_with_diffusers(command):
 
 def test_checkpoints_kept_and_only_missing_steps_run(command, capsys):
     command(checkpointing_steps=2, max_train_steps=6)
-    assert checkpoints(command.work_dir) == {4, 6}
+    assert steps_kept(command.work_dir) == {4, 6}
     (command.work_dir / "checkpoint-stray").mkdir()
     (command.work_dir / "checkpoint-12-old").write_text("a stray file")
     command(checkpointing_steps=2, max_train_steps=8)
-    assert checkpoints(command.work_dir) == {6, 8}
+    assert steps_kept(command.work_dir) == {6, 8}
     assert last_json(capsys.readouterr().out)["trained"] == 2
-    assert [line["step"] for line in training.read_log(command.work_dir / training.LOG)] == list(range(1, 9))
+    assert [line["step"] for line in folders.read_json_lines(command.work_dir / logs.LOG)] == list(range(1, 9))
 
 
 def test_what_only_a_longer_run_needs_goes_with_the_publishing(command, tiny_model, capsys):
@@ -150,18 +148,18 @@ def test_what_only_a_longer_run_needs_goes_with_the_publishing(command, tiny_mod
     flags = {"keep_checkpoints": False, "checkpointing_steps": 2}
     command(max_train_steps=2, **flags)
     assert {path.name for path in command.work_dir.iterdir()} == {"log.jsonl", "run.json", "tensorboard", ".lock"}
-    assert checkpoint.read_manifest(command.output_dir, deep=True)["step"] == 2
+    assert folders.read_manifest(command.output_dir, deep=True)["step"] == 2
     before = tree(command.output_dir.parent)
     command(max_train_steps=2, **flags)
     assert tree(command.output_dir.parent) == before
-    with pytest.raises(cli.BadInput, match=r"trained for 2 steps.*no checkpoint.*--overwrite.*--keep_checkpoints"):
+    with pytest.raises(errors.BadInput, match=r"trained for 2 steps.*no checkpoint.*--overwrite.*--keep_checkpoints"):
         command(max_train_steps=4, **flags)
     assert tree(command.output_dir.parent) == before
     command(max_train_steps=4, overwrite=True, keep_checkpoints=True)
     assert last_json(capsys.readouterr().out) == {"output_dir": str(command.output_dir), "steps": 4, "trained": 4}
-    assert checkpoints(command.work_dir) == {4}
+    assert steps_kept(command.work_dir) == {4}
     command(max_train_steps=4, **flags)  # it was started to keep them
-    assert checkpoints(command.work_dir) == {4}
+    assert steps_kept(command.work_dir) == {4}
 
 
 def test_folders_that_are_not_ours_stay(command):
@@ -171,7 +169,7 @@ def test_folders_that_are_not_ours_stay(command):
         folder.mkdir(parents=True)
         (folder / "weights").write_text("a person's")
     command(max_train_steps=1, keep_checkpoints=False)
-    assert all((folder / "weights").is_file() for folder in others[:2]) and checkpoints(command.work_dir) == set()
+    assert all((folder / "weights").is_file() for folder in others[:2]) and steps_kept(command.work_dir) == set()
     command(max_train_steps=1, lr=1e-3, overwrite=True)
     assert all((folder / "weights").is_file() for folder in others[:2])
 
@@ -180,38 +178,40 @@ def test_checkpoints_of_a_longer_run_outlive_the_command_of_a_shorter_one(comman
     command(max_train_steps=2, keep_checkpoints=True)
     with power_cut():
         command(max_train_steps=8, keep_checkpoints=False, checkpointing_steps=1)
-    assert 3 in checkpoints(command.work_dir)
+    assert 3 in steps_kept(command.work_dir)
     command(max_train_steps=2, keep_checkpoints=False)
-    assert 3 in checkpoints(command.work_dir)
-    with pytest.raises(cli.BadInput, match="checkpoint of step 3, more than 1"):
+    assert 3 in steps_kept(command.work_dir)
+    with pytest.raises(errors.BadInput, match="checkpoint of step 3, more than 1"):
         command(max_train_steps=1, output_dir=command.output_dir.with_name("other"), work_dir=command.work_dir)
     command(max_train_steps=8, keep_checkpoints=False)
-    assert checkpoints(command.work_dir) == set() and checkpoint.read_manifest(command.output_dir)["step"] == 8
+    assert steps_kept(command.work_dir) == set() and folders.read_manifest(command.output_dir)["step"] == 8
 
 
 def test_a_run_that_is_stopped_without_a_signal_drops_nothing(command, monkeypatch):
-    real = training.accumulate_gradients
+    real = loop.accumulate_gradients
 
     def stop(run, step, *rest):
-        (command.work_dir / training.STOP).touch()
+        (command.work_dir / loop.STOP).touch()
         return real(run, step, *rest)
 
-    with monkeypatch.context() as patch, pytest.raises(cli.Stopped):
-        patch.setattr(training, "accumulate_gradients", stop)
+    with monkeypatch.context() as patch, pytest.raises(errors.Stopped):
+        patch.setattr(loop, "accumulate_gradients", stop)
         command(max_train_steps=8, keep_checkpoints=False)
-    assert checkpoints(command.work_dir) == {1} and not command.output_dir.exists()
+    assert steps_kept(command.work_dir) == {1} and not command.output_dir.exists()
 
 
 def test_a_kill_before_checkpoints_are_dropped_is_made_up_for(command, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr("driver.drop_checkpoints", lambda work_dir: (_ for _ in ()).throw(RuntimeError("killed")))
+        patch.setattr(
+            "training.driver.drop_checkpoints", lambda work_dir: (_ for _ in ()).throw(RuntimeError("killed"))
+        )
         command(max_train_steps=2, keep_checkpoints=False)
-    assert checkpoints(command.work_dir) == {2} and checkpoint.read_manifest(command.output_dir)
-    with checkpoint.lock(command.work_dir / ".lock"):
+    assert steps_kept(command.work_dir) == {2} and folders.read_manifest(command.output_dir)
+    with folders.lock(command.work_dir / ".lock"):
         command(max_train_steps=2, keep_checkpoints=False)  # ends well beside another run in that folder
-    assert checkpoints(command.work_dir) == {2}
+    assert steps_kept(command.work_dir) == {2}
     command(max_train_steps=2, keep_checkpoints=False)
-    assert checkpoints(command.work_dir) == set() and not (command.work_dir / "posteriors").exists()
+    assert steps_kept(command.work_dir) == set() and not (command.work_dir / "posteriors").exists()
 
 
 def test_same_command_writes_nothing_and_imports_no_torch(command):
@@ -247,7 +247,7 @@ def test_the_steps_follow_from_the_pairs(command, flags, num_workers, steps):
 
 def test_a_run_of_pairs_is_drawn_in_quarters(command):
     command(max_train_steps=None, max_train_pairs=17, train_batch_size=2, validation_prompts="a dog", log_every=9)
-    assert [line["step"] for line in training.read_log(command.work_dir / training.LOG)] == [9]
+    assert [line["step"] for line in folders.read_json_lines(command.work_dir / logs.LOG)] == [9]
     assert list(validation.read_rows(command.work_dir / validation.FOLDER)) == [0, 3, 6, 9]
 
 
@@ -273,7 +273,7 @@ def test_resume_is_bit_equal_after_a_crash(command, tmp_path, power_cut):
     flags = {"checkpointing_steps": 2, "lr_scheduler": "linear", "lr_warmup_steps": 2}
     with power_cut():
         command(**flags)
-    assert not command.output_dir.exists() and checkpoints(command.work_dir) == {2}
+    assert not command.output_dir.exists() and steps_kept(command.work_dir) == {2}
     command(**flags)
     assert_equal_weights(tmp_path / "whole", command.output_dir)
     assert losses(command.work_dir) == losses(tmp_path / "whole.work")
@@ -359,7 +359,7 @@ def test_hidden_states_are_those_that_the_pipeline_draws_with(tiny_model):
     import torch
     from diffusers import StableDiffusionPipeline
 
-    from model_folder import tokenize
+    from pipelines.tokens import tokenize
 
     pipeline = StableDiffusionPipeline.from_pretrained(tiny_model)
     seen = []
@@ -379,8 +379,8 @@ def test_hidden_states_are_those_that_the_pipeline_draws_with(tiny_model):
 
 def test_no_report_stalls_the_loop():
     """ray.train.report holds a step until the controller, which looks every two seconds, has taken the one before."""
-    for name in ("train.py", "training.py", "driver.py", "checkpoint.py", "parallel.py"):
-        assert "report(" not in (ROOT / name).read_text()
+    for path in (ROOT / "train.py", *(ROOT / "training").glob("*.py")):
+        assert "report(" not in path.read_text()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,12 +415,12 @@ def test_frozen_text_encoder_gives_the_same_first_loss(command, tmp_path):
 
 def test_without_prior_preservation(command):
     command(prior_loss_weight=0, class_images_dir=None, class_prompt=None, max_train_steps=2)
-    assert all(line["class_loss"] == 0 for line in training.read_log(command.work_dir / training.LOG))
+    assert all(line["class_loss"] == 0 for line in folders.read_json_lines(command.work_dir / logs.LOG))
 
 
 def test_learning_rate_schedule_is_logged_as_used(command):
     command(lr_scheduler="constant_with_warmup", lr_warmup_steps=2, lr=1e-3)
-    rates = [line["lr"] for line in training.read_log(command.work_dir / training.LOG)]
+    rates = [line["lr"] for line in folders.read_json_lines(command.work_dir / logs.LOG)]
     assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3])
 
 
@@ -498,12 +498,9 @@ def test_the_card_says_how_to_draw(command):
 
 def test_a_base_with_a_safety_checker_keeps_it(command, tmp_path):
     """And names it as the first models did, whatever the libraries call it today."""
-    import sys
-
     from diffusers import DiffusionPipeline
 
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from plain_diffusers import save_tiny_model
+    from benchmarks.plain_diffusers import save_tiny_model
 
     base = tmp_path / "base"
     save_tiny_model(base)
@@ -529,7 +526,7 @@ def test_a_model_that_does_not_say_its_latents_scale_trains_with_that_of_its_cla
 
 def test_a_signal_at_a_skipped_step_saves_at_the_next_good_one(command, monkeypatch):
     """fp16 skips steps as a matter of course; what was trained before them must not be lost."""
-    real = training.accumulate_gradients
+    real = loop.accumulate_gradients
 
     def overflow(run, step, *rest):
         losses = real(run, step, *rest)
@@ -539,10 +536,10 @@ def test_a_signal_at_a_skipped_step_saves_at_the_next_good_one(command, monkeypa
             signal.raise_signal(signal.SIGTERM)
         return losses
 
-    with monkeypatch.context() as patch, pytest.raises(cli.Stopped):
-        patch.setattr(training, "accumulate_gradients", overflow)
+    with monkeypatch.context() as patch, pytest.raises(errors.Stopped):
+        patch.setattr(loop, "accumulate_gradients", overflow)
         command(max_train_steps=8)
-    assert checkpoints(command.work_dir) == {5}
+    assert steps_kept(command.work_dir) == {5}
 
 
 def test_a_diverged_run_publishes_nothing(command, monkeypatch):
@@ -554,10 +551,10 @@ def test_a_diverged_run_publishes_nothing(command, monkeypatch):
     command(max_train_steps=2, checkpointing_steps=2)
     monkeypatch.setattr(train, "training_step", poisoned)
     before = tree(command.output_dir)
-    with pytest.raises(cli.CheckFailed, match="diverged"):
+    with pytest.raises(errors.CheckFailed, match="diverged"):
         command(max_train_steps=30)
     assert tree(command.output_dir) == before
-    assert checkpoints(command.work_dir) == {2}
+    assert steps_kept(command.work_dir) == {2}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -569,7 +566,7 @@ def no_models(monkeypatch):
     def loaded(*arguments, **options):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("utils.load_models", loaded)
+    monkeypatch.setattr("pipelines.loading.load_models", loaded)
 
 
 @pytest.mark.parametrize(
@@ -585,7 +582,7 @@ def no_models(monkeypatch):
     ],
 )
 def test_bad_input(command, no_models, flags, words):
-    with pytest.raises(cli.BadInput, match=words):
+    with pytest.raises(errors.BadInput, match=words):
         command(**flags)
 
 
@@ -600,7 +597,7 @@ def test_a_name_on_the_hub_is_sent_to_cache_model(command):
 
 def test_8_bit_adam_asks_for_its_package(command, no_models, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(cli.BadInput, match=r"--use_8bit_adam .* pip install bitsandbytes"):
+    with pytest.raises(errors.BadInput, match=r"--use_8bit_adam .* pip install bitsandbytes"):
         command(use_8bit_adam=True)
 
 
@@ -611,7 +608,7 @@ def test_a_pipeline_of_another_kind_is_refused(command, no_models, tiny_model, t
     shutil.copytree(tiny_model, tmp_path / "xl")
     index = tmp_path / "xl" / "model_index.json"
     index.write_text(index.read_text().replace('"StableDiffusionPipeline"', '"StableDiffusionXLPipeline"'))
-    with pytest.raises(cli.BadInput, match="StableDiffusionXLPipeline"):
+    with pytest.raises(errors.BadInput, match="StableDiffusionXLPipeline"):
         command(model_dir=tmp_path / "xl")
 
 
@@ -619,19 +616,19 @@ def test_bad_folders(command, no_models, tmp_path, tiny_model):
     import shutil
 
     (tmp_path / "empty").mkdir()
-    with pytest.raises(cli.BadInput, match="holds no images"):
+    with pytest.raises(errors.BadInput, match="holds no images"):
         command(instance_images_dir=tmp_path / "empty")
     shutil.copytree(tiny_model, tmp_path / "partial")
     shutil.rmtree(tmp_path / "partial" / "vae")
-    with pytest.raises(cli.BadInput, match="vae"):
+    with pytest.raises(errors.BadInput, match="vae"):
         command(model_dir=tmp_path / "partial")
     bad = make_photos(tmp_path / "bad", 2)
     (bad / "01.png").write_bytes((bad / "01.png").read_bytes()[:200])
-    with pytest.raises(cli.BadInput, match=r"01\.png"):
+    with pytest.raises(errors.BadInput, match=r"01\.png"):
         command(instance_images_dir=bad)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
-    with pytest.raises(cli.BadInput, match="in the way"):
+    with pytest.raises(errors.BadInput, match="in the way"):
         command(output_dir=tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").read_text() == "mine"
 
@@ -657,7 +654,7 @@ def test_usage_errors(command, flags):
 
 def test_other_settings_are_refused_and_overwrite_replaces(command):
     command(max_train_steps=1)
-    with pytest.raises(cli.BadInput, match=r"lr was 5e-06, now 0\.001"):
+    with pytest.raises(errors.BadInput, match=r"lr was 5e-06, now 0\.001"):
         command(max_train_steps=1, lr=1e-3)
     before = weights(command.output_dir)
     command(max_train_steps=1, lr=1e-3, overwrite=True)
@@ -666,7 +663,7 @@ def test_other_settings_are_refused_and_overwrite_replaces(command):
 
 
 def test_a_second_run_on_one_output_is_sent_away(command):
-    with checkpoint.lock(command.work_dir / ".lock"), pytest.raises(cli.TryAgain, match=str(os.getpid())):
+    with folders.lock(command.work_dir / ".lock"), pytest.raises(errors.TryAgain, match=str(os.getpid())):
         command()
 
 
@@ -674,7 +671,7 @@ def test_skip_bad_images(command, tmp_path, photos):
     folder = make_photos(tmp_path / "some", 3)
     (folder / "broken.jpg").write_text("no image")
     command(instance_images_dir=folder, skip_bad_images=True, max_train_steps=1)
-    images = checkpoint.read_manifest(command.work_dir / "posteriors")["images"]
+    images = folders.read_manifest(command.work_dir / "posteriors")["images"]
     assert "broken.jpg" not in {Path(path).name for path, _ in images}
     assert "left out, as they could not be read: broken.jpg." in (command.output_dir / "README.md").read_text()
 
@@ -690,17 +687,17 @@ def test_a_killed_run_goes_on_bit_equal(command, tmp_path, sent):
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", *command.arguments(**flags)], stderr=subprocess.PIPE, text=True
     )
-    log = command.work_dir / training.LOG
+    log = command.work_dir / logs.LOG
 
     def is_under_way():  # a checkpoint is sealed beside the next steps
-        return len(training.read_log(log)) >= 6 and (sent == signal.SIGTERM or checkpoints(command.work_dir))
+        return len(folders.read_json_lines(log)) >= 6 and (sent == signal.SIGTERM or steps_kept(command.work_dir))
 
     while not is_under_way() and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == (143 if sent == signal.SIGTERM else -signal.SIGKILL), stderr
-    saved = max(checkpoints(command.work_dir))
+    saved = max(steps_kept(command.work_dir))
     assert 4 <= saved < steps and not command.output_dir.exists()
     command(**flags)
     command(output_dir=tmp_path / "whole", **flags)
@@ -725,8 +722,8 @@ def test_two_workers_one_killed(command, tmp_path, ray_session):
     killed = []
 
     def kill():
-        log = tmp_path / "killed.work" / training.LOG
-        while len(training.read_log(log)) < 12:
+        log = tmp_path / "killed.work" / logs.LOG
+        while len(folders.read_json_lines(log)) < 12:
             time.sleep(0.02)
         for process in psutil.Process().children(recursive=True):
             if "RayTrainWorker" in " ".join(process.cmdline()):

@@ -11,8 +11,9 @@ import torch
 from diffusers import DDPMScheduler
 from safetensors.torch import load_file, save_file
 
-import cli
-import utils
+from common import errors
+from pipelines import loading
+from pipelines.loading import compute_dtype, draw_images, encode_posterior, load_models, scale_latents, set_up_torch
 from utils import (
     CLASS_NOISE,
     CROP,
@@ -20,18 +21,12 @@ from utils import (
     IMAGE,
     INSTANCE_NOISE,
     ORDER,
-    compute_dtype,
-    draw_images,
     draw_noise,
-    encode_posterior,
     get_target,
     image_seed,
-    load_models,
     min_snr_weights,
     prior_preserving_loss,
     row_rng,
-    scale_latents,
-    set_up_torch,
     step_seed,
 )
 
@@ -134,7 +129,7 @@ def test_the_velocity_and_the_noisy_latents_give_the_latents_back():
 
 
 def test_another_prediction_type_is_bad_input():
-    with pytest.raises(cli.BadInput, match="'sample'"):
+    with pytest.raises(errors.BadInput, match="'sample'"):
         get_target(make_scheduler("sample"), rows_of(1), rows_of(1), torch.tensor([0]))
 
 
@@ -271,7 +266,7 @@ def test_auto_computes_in_bf16_on_a_gpu_and_in_fp32_on_a_cpu():
     assert compute_dtype("auto", "cpu") == compute_dtype("no", "cpu") == compute_dtype("no", "cuda") == torch.float32
     assert compute_dtype("bf16", "cuda") == compute_dtype("bf16", "cpu") == torch.bfloat16
     assert compute_dtype("fp16", "cuda") == torch.float16
-    with pytest.raises(cli.BadInput, match="--mixed_precision fp16"):
+    with pytest.raises(errors.BadInput, match="--mixed_precision fp16"):
         compute_dtype("fp16", "cpu")
 
 
@@ -335,7 +330,7 @@ def test_models_come_back_as_they_were_saved(tiny_model):
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_a_model_saved_in_fp16_comes_back_in_fp32(tiny_model, tmp_path, variant):
     """transformers would keep the type of the file, diffusers would not: a model of two types."""
-    pipeline = utils.load_pipeline(tiny_model, torch.float16)
+    pipeline = loading.load_pipeline(tiny_model, torch.float16)
     pipeline.save_pretrained(tmp_path, variant=variant)
     saved = load_file(next((tmp_path / "text_encoder").glob("*.safetensors")))
     assert {value.dtype for value in saved.values() if value.is_floating_point()} == {torch.float16}
@@ -347,18 +342,18 @@ def test_a_model_saved_in_fp16_comes_back_in_fp32(tiny_model, tmp_path, variant)
 
 def test_a_variant_that_only_some_parts_have_is_loaded(model):
     """What `cache_model.py --variant fp16` fetches of a repository whose VAE has no fp16 file."""
-    whole = utils.load_pipeline(model, torch.float32)
+    whole = loading.load_pipeline(model, torch.float32)
     for name in ("unet", "text_encoder"):
         path = next((model / name).glob("*.safetensors"))
         path.rename(path.with_name(f"{path.stem}.fp16.safetensors"))
-    mixed = utils.load_pipeline(model, torch.float32)
+    mixed = loading.load_pipeline(model, torch.float32)
     for name in WITH_WEIGHTS:
         for one, other in zip(getattr(whole, name).parameters(), getattr(mixed, name).parameters(), strict=True):
             assert torch.equal(one, other)
 
 
 def test_a_variant_in_shards_is_loaded(tiny_model, tmp_path):
-    pipeline = utils.load_pipeline(tiny_model, torch.float32)
+    pipeline = loading.load_pipeline(tiny_model, torch.float32)
     pipeline.save_pretrained(tmp_path, variant="fp16", max_shard_size="100KB")
     assert len(list((tmp_path / "unet").glob("*.fp16-*-of-*.safetensors"))) > 1
     unet = load_models(tmp_path, ("unet",), torch.float32)["unet"]
@@ -369,7 +364,7 @@ def test_a_variant_in_shards_is_loaded(tiny_model, tmp_path):
 def test_a_missing_weight_fails_the_check(model, part):
     key = sorted(load_file(next((model / part).glob("*.safetensors"))))[0]
     change_weights(model, part, lambda tensors: {name: value for name, value in tensors.items() if name != key})
-    with pytest.raises(cli.CheckFailed, match=rf"{part}: 1 weights .*{key}"):
+    with pytest.raises(errors.CheckFailed, match=rf"{part}: 1 weights .*{key}"):
         load_models(model, (part,), torch.float32)
 
 
@@ -378,7 +373,7 @@ def test_a_misshapen_weight_fails_the_check(model, part):
     tensors = load_file(next((model / part).glob("*.safetensors")))
     key = next(key for key in sorted(tensors) if tensors[key].ndim > 1)
     change_weights(model, part, lambda tensors: tensors.update({key: tensors[key][:-1].contiguous()}))
-    with pytest.raises(cli.CheckFailed, match=rf"{part}: 1 weights .*{key}"):
+    with pytest.raises(errors.CheckFailed, match=rf"{part}: 1 weights .*{key}"):
         load_models(model, (part,), torch.float32)
 
 
@@ -386,8 +381,8 @@ def test_a_misshapen_weight_fails_the_check(model, part):
 def test_a_pipeline_with_a_missing_weight_fails_the_check(model, part):
     key = sorted(load_file(next((model / part).glob("*.safetensors"))))[0]
     change_weights(model, part, lambda tensors: {name: value for name, value in tensors.items() if name != key})
-    with pytest.raises(cli.CheckFailed, match=key):
-        utils.load_pipeline(model, torch.float32)
+    with pytest.raises(errors.CheckFailed, match=key):
+        loading.load_pipeline(model, torch.float32)
 
 
 def test_a_checkpoints_modules_replace_the_models(tiny_model, tmp_path):
@@ -397,7 +392,7 @@ def test_a_checkpoints_modules_replace_the_models(tiny_model, tmp_path):
     tuned = load_models(tiny_model, ("unet", "vae"), torch.float32, tmp_path / "checkpoint")
     assert torch.equal(first_parameter(tuned["unet"]), first_parameter(base["unet"]) + 1)
     assert torch.equal(first_parameter(tuned["vae"]), first_parameter(base["vae"]))
-    pipeline = utils.load_pipeline(tiny_model, torch.float32, tmp_path / "checkpoint")
+    pipeline = loading.load_pipeline(tiny_model, torch.float32, tmp_path / "checkpoint")
     assert torch.equal(first_parameter(pipeline.unet), first_parameter(tuned["unet"]))
     assert torch.equal(first_parameter(pipeline.vae), first_parameter(base["vae"]))
 
@@ -416,16 +411,16 @@ class Payload:
     ("part", "name"), [("vae", "diffusion_pytorch_model.bin"), ("text_encoder", "pytorch_model.bin")]
 )
 def test_code_in_a_pickle_does_not_run(model, tmp_path, part, name):
-    from model_folder import check_pipeline
+    from pipelines.model_folder import check_pipeline
 
     next((model / part).glob("*.safetensors")).unlink()
     (model / part / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    with pytest.raises(cli.BadInput, match=f"{name}, a pickle"):
+    with pytest.raises(errors.BadInput, match=f"{name}, a pickle"):
         check_pipeline(model)
     with pytest.raises(OSError):
         load_models(model, (part,), torch.float32)
     with pytest.raises(OSError):
-        utils.load_pipeline(model, torch.float32)
+        loading.load_pipeline(model, torch.float32)
     assert not (tmp_path / "ran").exists()
     pickle.loads((model / part / name).read_bytes())
     assert (tmp_path / "ran").exists()  # it would have run
@@ -456,7 +451,7 @@ def test_images_are_drawn_in_one_batch_from_their_seeds():
 def test_dpm_solver_draws_as_diffusers_does_and_gives_the_scheduler_back(tiny_model):
     from diffusers import DPMSolverMultistepScheduler
 
-    pipeline = utils.load_pipeline(tiny_model, torch.float32)
+    pipeline = loading.load_pipeline(tiny_model, torch.float32)
     own = pipeline.scheduler
     sampler = {"num_inference_steps": 3, "guidance_scale": 2.0}
     found = np.asarray(draw_images(pipeline, ["a cat"], [5], sampler="dpm++", **sampler)[0][0])

@@ -3,16 +3,15 @@
 Older releases of transformers read it too: they know the text encoder's weights by the names that `write_module` gives
 them, and a tokenizer by vocab.json and merges.txt.
 
-    PYTHONPATH=. python recipes/emoji/assemble.py --vae_dir data/emoji/vae --clip_dir data/emoji/clip \\
+    python -m recipes.emoji.assemble --vae_dir data/emoji/vae --clip_dir data/emoji/clip \\
         --output_dir data/emoji/start
 """
 
 import sys
 
-import checkpoint
-import cli
-from parallel import write_module
-from utils import set_up_torch
+from common import cli, folders, messages
+from pipelines.loading import set_up_torch
+from training.checkpoints import write_module
 
 UNET = {  # 10.9 million weights; attention below the top level
     "sample_size": 16,
@@ -66,13 +65,13 @@ def main(args):
         feature_extractor=None,
         requires_safety_checker=False,
     )
-    with checkpoint.staging(args.output_dir) as beside:
+    with folders.staging(args.output_dir) as beside:
         pipeline.save_pretrained(beside)
         for name in ("vae", "text_encoder", "unet"):
             write_module(beside / name, getattr(pipeline, name))
         pipeline.tokenizer.backend_tokenizer.model.save(str(beside / "tokenizer"))  # vocab.json, merges.txt
-        checkpoint.publish(beside, args.output_dir)
-    cli.print_result(output_dir=args.output_dir, unet_weights=sum(p.numel() for p in pipeline.unet.parameters()))
+        folders.publish(beside, args.output_dir)
+    messages.print_result(output_dir=args.output_dir, unet_weights=sum(p.numel() for p in pipeline.unet.parameters()))
 
 
 if __name__ == "__main__":

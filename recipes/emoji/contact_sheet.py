@@ -1,6 +1,6 @@
 """Draw a picture of each prompt of a file, with fixed seeds, into one sheet: what a model can do at a glance.
 
-PYTHONPATH=. python recipes/emoji/contact_sheet.py --model_dir models/emoji-64 --output sheet.png
+python -m recipes.emoji.contact_sheet --model_dir models/emoji-64 --output sheet.png
 """
 
 import io
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-import checkpoint
-import cli
+from common import cli, errors, folders, messages
 from utils import image_seed
 
 COLUMNS, CELL, CAPTION_LINES, LINE, GAP = 4, 128, 2, 12, 4  # CELL, LINE and GAP in pixels
@@ -37,10 +36,10 @@ def read_prompts(path):
     try:
         prompts = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise cli.BadInput(f"--prompts_file {path}: {error}") from None
+        raise errors.BadInput(f"--prompts_file {path}: {error}") from None
     prompts = [prompt for prompt in prompts if prompt]
     if not prompts:
-        raise cli.BadInput(f"--prompts_file {path} holds no prompt")
+        raise errors.BadInput(f"--prompts_file {path} holds no prompt")
     return prompts
 
 
@@ -73,10 +72,10 @@ def make_sheet(images, prompts):
 
 def draw_prompts(pipeline, prompts, seed, **sampler):
     """Return a picture of each prompt; its noise depends on the seed and its place in the list alone."""
-    from utils import draw_images
+    from pipelines.loading import draw_images
 
     images = []
-    with cli.Progress("draw", len(prompts), "images") as progress:
+    with messages.Progress("draw", len(prompts), "images") as progress:
         for index, prompt in enumerate(prompts):
             images += draw_images(pipeline, [prompt], [image_seed(seed, index)], **sampler)[0]
             progress.update(1)
@@ -87,12 +86,12 @@ def main(args):
     """Draw the pictures and write the sheet, whole or not at all."""
     import torch
 
-    from model_folder import check_pipeline
-    from utils import load_pipeline, set_up_torch
+    from pipelines.loading import load_pipeline, set_up_torch
+    from pipelines.model_folder import check_pipeline
 
     prompts = read_prompts(args.prompts_file)
     output = Path(args.output)
-    checkpoint.check_writable(output.parent, "--output")
+    folders.check_writable(output.parent, "--output")
     check_pipeline(args.model_dir)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_up_torch(device)
@@ -101,8 +100,8 @@ def main(args):
     file = io.BytesIO()
     make_sheet(draw_prompts(pipeline, prompts, args.seed, **sampler), prompts).save(file, "PNG")
     output.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_bytes(output, file.getvalue())
-    cli.print_result(output=str(output), images=len(prompts))
+    folders.write_bytes(output, file.getvalue())
+    messages.print_result(output=str(output), images=len(prompts))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write the embedded model: the pre-trained pipeline in float16, its contact sheet and its card.
 
-PYTHONPATH=. python recipes/emoji/export.py --model_dir data/emoji/base --output_dir models/emoji-64
+python -m recipes.emoji.export --model_dir data/emoji/base --output_dir models/emoji-64
 """
 
 import json
@@ -8,15 +8,13 @@ import shutil
 import sys
 from pathlib import Path
 
-import contact_sheet
 import numpy as np
-import pictures
 
-import checkpoint
-import cli
-from model_folder import copy_component
-from parallel import write_module
-from utils import load_pipeline, set_up_torch
+from common import cli, errors, folders, messages
+from pipelines.loading import load_pipeline, set_up_torch
+from pipelines.model_folder import copy_component
+from recipes.emoji import contact_sheet, pictures
+from training.checkpoints import write_module
 
 LARGEST = 25_000_000  # bytes of safetensors
 SEED = 0
@@ -37,12 +35,12 @@ def parse_args(argv=None):
 
 def card(args, prompts):
     """Return the README.md of the embedded model."""
-    manifest = checkpoint.read_manifest(args.model_dir)
+    manifest = folders.read_manifest(args.model_dir)
     settings = manifest["settings"]
     log = [json.loads(line) for line in (Path(args.model_dir) / "training_log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in log[-100:] if line.get("loss")]
     validation = [line["validation_loss"] for line in log if line.get("validation_loss")]
-    vae, clip = (checkpoint.read_json(Path(folder) / "log.json") for folder in (args.vae_dir, args.clip_dir))
+    vae, clip = (folders.read_json(Path(folder) / "log.json") for folder in (args.vae_dir, args.clip_dir))
     drawn = sum(map(pictures.is_drawn, pictures.load_pictures(args.cache_dir, ("fluent",))))
     rows = "\n".join(f"{number}. {prompt}" for number, prompt in enumerate(prompts, start=1))
     held_out = f"{validation[-1]:.3f} on held-out rows" if validation else "nothing held out"
@@ -95,7 +93,7 @@ def main(args):
     set_up_torch("cpu")
     prompts = contact_sheet.read_prompts(contact_sheet.PROMPTS_FILE)
     pipeline = load_pipeline(args.model_dir, torch.float32)
-    with checkpoint.staging(args.output_dir) as beside:
+    with folders.staging(args.output_dir) as beside:
         images = contact_sheet.draw_prompts(pipeline, prompts, SEED, num_inference_steps=30, guidance_scale=3.0)
         contact_sheet.make_sheet(images, prompts).save(beside / "contact_sheet.png")
         shutil.copyfile(Path(args.model_dir) / "model_index.json", beside / "model_index.json")
@@ -106,11 +104,11 @@ def main(args):
                 copy_component(Path(args.model_dir) / name, beside / name)
         size = sum(path.stat().st_size for path in beside.rglob("*.safetensors"))
         if size > LARGEST:
-            raise cli.BadInput(f"the model takes {size} bytes, more than {LARGEST}: make it smaller")
+            raise errors.BadInput(f"the model takes {size} bytes, more than {LARGEST}: make it smaller")
         (beside / "README.md").write_text(card(args, prompts))
         shutil.copy(Path(args.model_dir) / "training_log.jsonl", beside)
-        checkpoint.publish(beside, args.output_dir)
-    cli.print_result(output_dir=args.output_dir, bytes=size)
+        folders.publish(beside, args.output_dir)
+    messages.print_result(output_dir=args.output_dir, bytes=size)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write the embedded CLIP, which measures pictures of the embedded model: what train_clip.py made, and its card.
 
-PYTHONPATH=. python recipes/emoji/export_clip.py --clip_dir data/emoji/clip --output_dir models/emoji-clip
+python -m recipes.emoji.export_clip --clip_dir data/emoji/clip --output_dir models/emoji-clip
 """
 
 import json
@@ -8,9 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-import checkpoint
-import cli
-from model_folder import count_weights
+from common import cli, errors, folders, messages
+from pipelines.model_folder import count_weights
 
 LARGEST = 5_000_000  # bytes of all files
 
@@ -65,11 +64,11 @@ seen in another style.
 def main(args):
     """Copy the CLIP without the place where it was made, write its card, and publish both."""
     clip_dir = Path(args.clip_dir)
-    log = checkpoint.read_json(clip_dir / "log.json")
-    if checkpoint.read_manifest(clip_dir, deep=True) is None or not log:
-        raise cli.BadInput(f"--clip_dir {clip_dir} is not what train_clip.py wrote: run it to its end")
-    checkpoint.check_ours(args.output_dir, "--output_dir")
-    with checkpoint.staging(args.output_dir) as beside:
+    log = folders.read_json(clip_dir / "log.json")
+    if folders.read_manifest(clip_dir, deep=True) is None or not log:
+        raise errors.BadInput(f"--clip_dir {clip_dir} is not what train_clip.py wrote: run it to its end")
+    folders.check_ours(args.output_dir, "--output_dir")
+    with folders.staging(args.output_dir) as beside:
         shutil.copytree(clip_dir / "clip", beside, dirs_exist_ok=True)
         for path in beside.glob("*.json"):
             config = json.loads(path.read_text())
@@ -79,9 +78,9 @@ def main(args):
         (beside / "README.md").write_text(card(log, count_weights(beside)))
         size = sum(path.stat().st_size for path in beside.iterdir())
         if size > LARGEST:
-            raise cli.BadInput(f"the CLIP takes {size} bytes, more than {LARGEST}: make it smaller")
-        checkpoint.publish(beside, args.output_dir)
-    cli.print_result(output_dir=args.output_dir, bytes=size)
+            raise errors.BadInput(f"the CLIP takes {size} bytes, more than {LARGEST}: make it smaller")
+        folders.publish(beside, args.output_dir)
+    messages.print_result(output_dir=args.output_dir, bytes=size)
 
 
 if __name__ == "__main__":

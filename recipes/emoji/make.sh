@@ -8,8 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 EMOJI_DIR=${EMOJI_DIR:-data/emoji}
 MAX_STEPS=${MAX_STEPS:-12000}
 NUM_WORKERS=${NUM_WORKERS:-0}
-export PYTHONPATH=.
-recipe() { .venv/bin/python "recipes/emoji/$1.py" "${@:2}"; }
+recipe() { .venv/bin/python -m "recipes.emoji.$1" "${@:2}"; }
 
 step_1() { recipe pictures --cache_dir "$EMOJI_DIR"; }
 step_2() { recipe train_vae --cache_dir "$EMOJI_DIR" --output_dir "$EMOJI_DIR/vae"; }

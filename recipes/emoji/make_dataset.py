@@ -2,19 +2,17 @@
 
 Columns: image (a PNG of 64x64 RGB pixels), caption, and key, a readable name of the row.
 
-    PYTHONPATH=. python recipes/emoji/make_dataset.py --output_dir data/emoji/raw --rows_per_picture 2
-    PYTHONPATH=. python recipes/emoji/make_dataset.py --output_dir data/emoji/raw
+    python -m recipes.emoji.make_dataset --output_dir data/emoji/raw --rows_per_picture 2
+    python -m recipes.emoji.make_dataset --output_dir data/emoji/raw
 """
 
 import io
 import sys
 from pathlib import Path
 
-import pictures
-from pictures import ALSO, BACKGROUNDS, STYLES
-
-import checkpoint
-import cli
+from common import cli, errors, folders, messages
+from recipes.emoji import pictures
+from recipes.emoji.pictures import ALSO, BACKGROUNDS, STYLES
 from utils import row_rng
 
 ROWS_PER_FILE, ROWS_PER_GROUP = 2000, 500
@@ -71,15 +69,17 @@ def main(args):
     """Draw every row, in shuffled order, and publish the folder."""
     output_dir = Path(args.output_dir)
     settings = {"rows_per_picture": args.rows_per_picture, "seed": args.seed}
-    manifest = checkpoint.read_manifest(output_dir)
+    manifest = folders.read_manifest(output_dir)
     if manifest:
         if manifest.get("settings") != settings:
-            raise cli.BadInput(f"--output_dir {output_dir} holds rows of other settings: remove it, or choose another")
-        return cli.print_result(output_dir=str(output_dir), rows=manifest["rows"], drawn=0)
+            raise errors.BadInput(
+                f"--output_dir {output_dir} holds rows of other settings: remove it, or choose another"
+            )
+        return messages.print_result(output_dir=str(output_dir), rows=manifest["rows"], drawn=0)
     drawn = [picture for picture in pictures.load_pictures(args.cache_dir, ("fluent",)) if pictures.is_drawn(picture)]
     num_rows = len(drawn) * args.rows_per_picture
     order = row_rng(args.seed, SHUFFLE, 0, 0).permutation(num_rows)
-    with checkpoint.staging(output_dir) as beside, cli.Progress("dataset", num_rows, "rows") as progress:
+    with folders.staging(output_dir) as beside, messages.Progress("dataset", num_rows, "rows") as progress:
 
         def rows():
             for number in order.tolist():
@@ -88,8 +88,8 @@ def main(args):
                 progress.update(1)
 
         write_files(rows(), num_rows, beside)
-        checkpoint.publish(beside, output_dir, settings=settings, rows=num_rows)
-    cli.print_result(output_dir=str(output_dir), rows=num_rows, drawn=num_rows)
+        folders.publish(beside, output_dir, settings=settings, rows=num_rows)
+    messages.print_result(output_dir=str(output_dir), rows=num_rows, drawn=num_rows)
 
 
 if __name__ == "__main__":

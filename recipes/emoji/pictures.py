@@ -1,6 +1,6 @@
 """The pictures of the recipe: fetched from package registries at pinned versions, checked, and captioned.
 
-python recipes/emoji/pictures.py --cache_dir data/emoji      # fetches 180 MB once, says what it found
+python -m recipes.emoji.pictures --cache_dir data/emoji      # fetches 180 MB once, says what it found
 """
 
 import argparse

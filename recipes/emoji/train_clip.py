@@ -3,8 +3,8 @@
 Emoji of three styles on ten colours, and captions of them. Run it again to continue.
 OUTPUT_DIR/clip is a whole CLIPModel; text_encoder and tokenizer are what the pipeline takes of it.
 
-    PYTHONPATH=. python recipes/emoji/train_clip.py --output_dir data/emoji/clip --max_train_steps 5
-    PYTHONPATH=. python recipes/emoji/train_clip.py --output_dir data/emoji/clip
+    python -m recipes.emoji.train_clip --output_dir data/emoji/clip --max_train_steps 5
+    python -m recipes.emoji.train_clip --output_dir data/emoji/clip
 """
 
 import json
@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pictures
-from pictures import BACKGROUNDS, STYLES
 
-import checkpoint
-import cli
-import parallel
-from dataset import to_pixel_values
-from training import Optimizer, StepLog
+from common import cli, errors, folders, messages
+from common.images import to_pixel_values
+from recipes.emoji import pictures
+from recipes.emoji.pictures import BACKGROUNDS, STYLES
+from training import checkpoints
+from training.logs import StepLog
+from training.optimizer import Optimizer
 from utils import row_rng
 
 VOCAB_SIZE = 2500
@@ -183,7 +183,7 @@ class Batches:
         groups, names = list(self.concepts.values()), list(BACKGROUNDS)
         num_twins = int(size * TWIN_SHARE)
         if size - num_twins > len(groups):
-            raise cli.BadInput(f"--train_batch_size {size} is more than the {len(groups)} emoji and their twins")
+            raise errors.BadInput(f"--train_batch_size {size} is more than the {len(groups)} emoji and their twins")
         picked = []
         for index in rng.permutation(len(groups))[: size - num_twins]:
             group = groups[index]
@@ -279,17 +279,17 @@ def train(clip, tokenizer, batches, args, work_dir):
     """Train from the newest checkpoint to the end and return the CLIP."""
     import torch
 
-    step, folder = checkpoint.newest_checkpoint(work_dir)
+    step, folder = checkpoints.newest_checkpoint(work_dir)
     if folder:
         clip = type(clip).from_pretrained(folder / "clip")
     clip.train()
     schedule = ("cosine", 50, args.max_train_steps)
     optimizer = Optimizer(clip.parameters(), args.lr, 0.05, 1.0, False, torch.device("cpu"), schedule)
     if folder:
-        parallel.restore_optimizer(folder, {"clip": clip}, optimizer.adamw)
-    write = partial(parallel.write_state, modules={"clip": clip}, optimizer=optimizer.adamw)
+        checkpoints.restore_optimizer(folder, {"clip": clip}, optimizer.adamw)
+    write = partial(checkpoints.write_state, modules={"clip": clip}, optimizer=optimizer.adamw)
     log, mean_loss, mean_accuracy = StepLog(work_dir, step), None, None
-    with cli.Progress("clip", args.max_train_steps, "steps", initial=step) as progress:
+    with messages.Progress("clip", args.max_train_steps, "steps", initial=step) as progress:
         while step < args.max_train_steps:
             pixel_values, kept, texts, matches = batches.batch(step, args.train_batch_size)
             scale = clip.logit_scale.clamp(max=np.log(100)).exp()
@@ -304,7 +304,7 @@ def train(clip, tokenizer, batches, args, work_dir):
             if step % 20 == 0:
                 log.write(step, loss=loss.item(), accuracy=accuracy.item(), grad_norm=grad_norm.item())
             if step % args.checkpointing_steps == 0 or step == args.max_train_steps:
-                checkpoint.save_checkpoint(work_dir, step, write, {}, keep=2)
+                checkpoints.save_checkpoint(work_dir, step, write, {}, keep=2)
     log.close()
     return clip
 
@@ -318,11 +318,11 @@ def main(args):
     """Train the tokenizer and the CLIP, measure it on held-out pictures, and publish the models."""
     import torch
 
-    from utils import set_up_torch
+    from pipelines.loading import set_up_torch
 
     output_dir, work_dir = Path(args.output_dir), Path(f"{args.output_dir}.work")
-    if checkpoint.read_manifest(output_dir):
-        return cli.print_result(output_dir=str(output_dir), trained=0)
+    if folders.read_manifest(output_dir):
+        return messages.print_result(output_dir=str(output_dir), trained=0)
     set_up_torch("cpu")
     torch.manual_seed(args.seed)
     emoji = pictures.load_pictures(args.cache_dir)
@@ -331,11 +331,11 @@ def main(args):
     work_dir.mkdir(parents=True, exist_ok=True)
     clip = train(make_clip(tokenizer), tokenizer, Batches(training, args.seed), args, work_dir).eval()
     figures = {"steps": args.max_train_steps, **measure(clip, tokenizer, emoji, held_out, args.seed)}
-    with checkpoint.staging(output_dir) as beside:
+    with folders.staging(output_dir) as beside:
         save_models(clip, tokenizer, beside)
         (beside / "log.json").write_text(json.dumps(figures))
-        checkpoint.publish(beside, output_dir)
-    cli.print_result(output_dir=str(output_dir), **figures)
+        folders.publish(beside, output_dir)
+    messages.print_result(output_dir=str(output_dir), **figures)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Whole emoji of three styles on random colours, and a third of crops of photographs.
 
-    PYTHONPATH=. python recipes/emoji/train_vae.py --output_dir data/emoji/vae --max_train_steps 5 --train_batch_size 2
-    PYTHONPATH=. python recipes/emoji/train_vae.py --output_dir data/emoji/vae
+    python -m recipes.emoji.train_vae --output_dir data/emoji/vae --max_train_steps 5 --train_batch_size 2
+    python -m recipes.emoji.train_vae --output_dir data/emoji/vae
 """
 
 import json
@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pictures
 from PIL import Image
 
-import checkpoint
-import cli
-import parallel
-from dataset import to_pixel_values
-from training import Optimizer, StepLog
+from common import cli, folders, messages
+from common.images import to_pixel_values
+from recipes.emoji import pictures
+from training import checkpoints
+from training.logs import StepLog
+from training.optimizer import Optimizer
 from utils import row_rng
 
 PHOTO_SHARE = 1 / 3
@@ -124,22 +124,22 @@ def main(args):
     import torch
 
     output_dir, work_dir = Path(args.output_dir), Path(f"{args.output_dir}.work")
-    if checkpoint.read_manifest(output_dir):
-        return cli.print_result(output_dir=str(output_dir), trained=0)
+    if folders.read_manifest(output_dir):
+        return messages.print_result(output_dir=str(output_dir), trained=0)
     torch.manual_seed(args.seed)
     vae = make_vae()
     work_dir.mkdir(parents=True, exist_ok=True)
-    step, folder = checkpoint.newest_checkpoint(work_dir)
+    step, folder = checkpoints.newest_checkpoint(work_dir)
     if folder:
         vae = type(vae).from_pretrained(folder / "vae").to(memory_format=torch.channels_last)
     vae.train()
     schedule = ("cosine", 100, args.max_train_steps)
     optimizer = Optimizer(vae.parameters(), args.lr, 1e-4, 1.0, False, torch.device("cpu"), schedule)
     if folder:
-        parallel.restore_optimizer(folder, {"vae": vae}, optimizer.adamw)
-    write = partial(parallel.write_state, modules={"vae": vae}, optimizer=optimizer.adamw)
+        checkpoints.restore_optimizer(folder, {"vae": vae}, optimizer.adamw)
+    write = partial(checkpoints.write_state, modules={"vae": vae}, optimizer=optimizer.adamw)
     pixels, log, mean_mse = Pixels(args.cache_dir, args.seed), StepLog(work_dir, step), 0.05
-    with cli.Progress("vae", args.max_train_steps, "steps", initial=step) as progress:
+    with messages.Progress("vae", args.max_train_steps, "steps", initial=step) as progress:
         while step < args.max_train_steps:
             generator = torch.Generator().manual_seed(step)
             pixel_values = pixels.batch(step, args.train_batch_size).contiguous(memory_format=torch.channels_last)
@@ -153,13 +153,13 @@ def main(args):
             if step % 50 == 0:
                 log.write(step, loss=loss.item(), psnr=psnr, grad_norm=grad_norm.item())
             if step % args.checkpointing_steps == 0 or step == args.max_train_steps:
-                checkpoint.save_checkpoint(work_dir, step, write, {}, keep=2)
+                checkpoints.save_checkpoint(work_dir, step, write, {}, keep=2)
     vae.register_to_config(scaling_factor=1 / latents_std(vae.eval(), args.cache_dir, args.seed))
-    with checkpoint.staging(output_dir) as beside:
+    with folders.staging(output_dir) as beside:
         vae.save_pretrained(beside)
         (beside / "log.json").write_text(json.dumps({"psnr": psnr, "steps": step}))
-        checkpoint.publish(beside, output_dir)
-    cli.print_result(output_dir=str(output_dir), psnr=psnr)
+        folders.publish(beside, output_dir)
+    messages.print_result(output_dir=str(output_dir), psnr=psnr)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-import checkpoint
-import training
+from common import folders
+from training import checkpoints, logs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TRANSFORMERS_VERBOSITY": "error"}
@@ -50,7 +50,7 @@ def _be_script(words, output, cold, largest_file):
     multiprocessing.set_start_method(None, force=True)  # as in a process that was not forked
     sys.argv[:] = words
     sys.path.insert(0, str(ROOT))
-    importlib.import_module("model_card").CARD_STEPS = 2  # sample images are not what is tested
+    importlib.import_module("training.validation").NUM_INFERENCE_STEPS = 2  # sample images are not what is tested
     runpy.run_path(words[0], run_name="__main__")
 
 
@@ -173,7 +173,8 @@ def told(script):
 
 def _make_inputs(folder):
     sys.path.insert(0, str(ROOT / "tests"))
-    from conftest import RESOLUTION, make_latents, make_photos, make_raw_data, make_tiny_model
+    from conftest import make_latents, make_photos, make_raw_data
+    from tiny_models import RESOLUTION, make_tiny_model
 
     make_tiny_model(folder / "model")
     make_photos(folder / "photos", 3)
@@ -274,7 +275,7 @@ def undisturbed(command, **flags):
 
 def step_of(work_dir):
     """Return the last step in log.jsonl, 0 where there is none."""
-    return max((line["step"] for line in training.read_log(Path(work_dir) / training.LOG)), default=0)
+    return max((line["step"] for line in folders.read_json_lines(Path(work_dir) / logs.LOG)), default=0)
 
 
 def count(folder, pattern):
@@ -294,11 +295,11 @@ def no_lies(output_dir):
     """
     output_dir = Path(output_dir)
     work_dir = output_dir.with_name(f"{output_dir.name}.work")
-    folders = [output_dir, work_dir / "posteriors", *(path for _, path in checkpoint.list_checkpoints(work_dir))]
-    taken = [folder for folder in folders if checkpoint.read_manifest(folder) is not None]
+    folders = [output_dir, work_dir / "posteriors", *(path for _, path in checkpoints.list_checkpoints(work_dir))]
+    taken = [folder for folder in folders if folders.read_manifest(folder) is not None]
     for folder in taken:
-        assert checkpoint.read_manifest(folder, deep=True) is not None, f"{folder} is taken for whole"
-    latest = work_dir / checkpoint.LATEST
+        assert folders.read_manifest(folder, deep=True) is not None, f"{folder} is taken for whole"
+    latest = work_dir / checkpoints.LATEST
     assert not latest.is_symlink() or latest.resolve() in taken, f"{latest} points at {os.readlink(latest)}"
     files = [path for place in (output_dir, work_dir / "parts") for path in place.glob("[!.]*") if path.is_file()]
     files += [path for folder in taken for path in folder.rglob("*.safetensors")]
@@ -329,8 +330,8 @@ def _read_all(path):
 def contents(folder):
     """Return {name: sha256} of the files in a folder but its lock."""
     folder = Path(folder)
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != checkpoint.LOCK]
-    return {path.relative_to(folder).as_posix(): checkpoint.sha256_file(path) for path in sorted(paths)}
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != folders.LOCK]
+    return {path.relative_to(folder).as_posix(): folders.sha256_file(path) for path in sorted(paths)}
 
 
 def assert_same(folder, other):

@@ -41,8 +41,11 @@ from injection import (
     train,
 )
 
-import checkpoint
-from cli import make_parser, one_line, say
+from common import folders
+from common.cli import make_parser
+from common.errors import one_line
+from common.messages import say
+from training import checkpoints
 
 STEPS = 20
 PAGE = 4096  # bytes: what a tmpfs counts in
@@ -147,7 +150,7 @@ def pretraining_worker(folder, rng, scale):
 
 def half_written(folder):
     """Return what a kill left of what was being written."""
-    return [path for path in folder.rglob(".*") if path.name != checkpoint.LOCK]
+    return [path for path in folder.rglob(".*") if path.name != folders.LOCK]
 
 
 def kill_on_and_on(command, flags, done, folder, rng, kills, longest):
@@ -213,7 +216,7 @@ def parts(folder, rng, scale):
 def publishing(folder, rng, scale):
     """1: a folder that is published is whole or absent"""
     out, absent, kills = folder / "out", 0, times(50, scale)
-    beside = checkpoint.staging_path(out)
+    beside = folders.staging_path(out)
     with Script(train(out)) as script:
         script.until(beside.exists)
         began = time.monotonic()
@@ -304,8 +307,8 @@ def fill_during_a_save(command, out, resize, free):
         assert script.wait() == 4, script.stderr
     assert "disk full" in told(script)
     assert no_lies(out) > 2 and not half_written(out.parent)
-    assert checkpoint.newest_checkpoint(f"{out}.work")[0] == before
-    assert checkpoint.read_manifest(out, deep=True)["step"] == before
+    assert checkpoints.newest_checkpoint(f"{out}.work")[0] == before
+    assert folders.read_manifest(out, deep=True)["step"] == before
     resize(None)
 
 
@@ -375,8 +378,8 @@ def show(row, file=None):
 def main(args):
     """Run the scenarios that are not done, keep each row as soon as it is there, and print the table."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is killed and the folders go
-    scripts = checkpoint.digest_files(ROOT.glob("*.py"))
-    names, results = args.only or list(SCENARIOS), checkpoint.read_json(args.results)
+    scripts = folders.digest_files(ROOT.glob("*.py"))
+    names, results = args.only or list(SCENARIOS), folders.read_json(args.results)
     args.results.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
         made_with = {"scripts": scripts, "seed": args.seed, "scale": args.scale}
@@ -384,7 +387,7 @@ def main(args):
             note(f"== {name}: done before, in {args.results}")
             continue
         results[name] = {"made_with": made_with, **judge(name, args)}
-        checkpoint.write_json(args.results, results)
+        folders.write_json(args.results, results)
         show(results[name]["row"], file=sys.stderr)
     for row in (COLUMNS, ["---"] * len(COLUMNS), *(results[name]["row"] for name in names)):
         show(row)

@@ -6,7 +6,8 @@ import pytest
 from conftest import tree
 from injection import assert_same, contents, draw, encode, finish, no_lies, pretrain, told, train, undisturbed
 
-import checkpoint
+from common import folders
+from training import checkpoints
 
 FLAGS = {"max_train_steps": 12, "checkpointing_steps": 2}
 
@@ -22,7 +23,7 @@ def half(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sizes(half):
     """The bytes of each file of a checkpoint, in the order in which they are written."""
-    manifest = checkpoint.read_manifest(half / "out.work" / "checkpoint-000010")
+    manifest = folders.read_manifest(half / "out.work" / "checkpoint-000010")
     return {name: fact["size"] for name, fact in manifest["files"].items()}
 
 
@@ -50,7 +51,7 @@ def test_a_checkpoint_that_does_not_fit(half, sizes, tmp_path, name, byte):
     after = what_counts(tmp_path / "out.work")
     assert [path for path in after if before.get(path) != after[path]] == ["log.jsonl", "run.json"]  # the new length
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob(".*.staging"))
-    assert checkpoint.newest_checkpoint(tmp_path / "out.work")[0] == 10
+    assert checkpoints.newest_checkpoint(tmp_path / "out.work")[0] == 10
     assert_same(tmp_path / "out", half / "out")
 
 
@@ -76,7 +77,7 @@ def test_a_log_that_does_not_fit(half, tmp_path):
 def test_a_model_that_does_not_fit(tmp_path):
     full = finish(pretrain(tmp_path / "out"), code=4, largest_file=1_000)
     assert "disk full" in told(full)
-    assert not (tmp_path / "out").exists() and not checkpoint.list_checkpoints(tmp_path / "out.work")
+    assert not (tmp_path / "out").exists() and not checkpoints.list_checkpoints(tmp_path / "out.work")
 
 
 def test_images_before_the_disk_was_full_are_whole(tmp_path):

@@ -7,7 +7,7 @@ import time
 import pytest
 from injection import Script, assert_same, count, draw, finish, no_lies, step_of, train, undisturbed
 
-from drawing import image_name
+from pipelines.image_folder import image_name
 
 
 def kill_twice(command, output_dir, done):

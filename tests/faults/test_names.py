@@ -12,7 +12,7 @@ import yaml
 from conftest import ROOT, make_photos, tree
 from injection import Script, assert_same, contents, draw, encode, finish, inputs, pretrain, told, train, undisturbed
 
-from drawing import image_name
+from pipelines.image_folder import image_name
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*-[0-9a-f]{8}-\d{5}\.png")
 ODD = [

@@ -8,8 +8,8 @@ import pytest
 from injection import finish, no_lies, told, train
 from safetensors.numpy import load_file, save_file
 
-import checkpoint
-import training
+from common import folders
+from training import checkpoints, logs, optimizer
 
 FLAGS = {"checkpointing_steps": 1, "checkpoints_total_limit": 2}
 
@@ -17,20 +17,20 @@ FLAGS = {"checkpointing_steps": 1, "checkpoints_total_limit": 2}
 def spoil_cache(work_dir, rows):
     """Make some cached latents NaN, sealed as if the VAE had made them so."""
     folder = work_dir / "posteriors"
-    facts = {name: fact for name, fact in checkpoint.read_manifest(folder).items() if name != "files"}
+    facts = {name: fact for name, fact in folders.read_manifest(folder).items() if name != "files"}
     arrays = load_file(folder / "posteriors.safetensors")
     place = arrays.pop("place").clip(0)  # all rows, also those that a longer run would add
     arrays = {name: array[place] for name, array in arrays.items()}
     arrays["mean"][rows, 0, 0, 0] = np.nan
     arrays["place"] = np.arange(len(place))
-    with checkpoint.staging(folder) as beside:
+    with folders.staging(folder) as beside:
         save_file(arrays, beside / "posteriors.safetensors")
-        checkpoint.publish(beside, folder, **facts)
+        folders.publish(beside, folder, **facts)
 
 
 def skipped(work_dir):
     """The steps that were logged without a gradient norm: it was not finite."""
-    return [line["step"] for line in training.read_log(work_dir / training.LOG) if line["grad_norm"] is None]
+    return [line["step"] for line in folders.read_json_lines(work_dir / logs.LOG) if line["grad_norm"] is None]
 
 
 def are_finite(files):
@@ -61,24 +61,24 @@ def test_a_row_that_is_not_finite_costs_its_steps(begun):
 
 def test_rows_that_are_not_finite_end_the_run(begun):
     """The checkpoints that stay hold the last good weights; what was published before is left alone."""
-    before = checkpoint.read_manifest(begun / "out")
+    before = folders.read_manifest(begun / "out")
     spoil_cache(begun / "out.work", slice(None))
     failed = finish(train(begun / "out", max_train_steps=20, **FLAGS), code=5)
     assert "diverged" in told(failed)
-    assert len(skipped(begun / "out.work")) <= training.MAX_BAD_STEPS
-    assert checkpoint.read_manifest(begun / "out", deep=True) == before
+    assert len(skipped(begun / "out.work")) <= optimizer.MAX_BAD_STEPS
+    assert folders.read_manifest(begun / "out", deep=True) == before
     assert are_finite(begun.glob("out.work/checkpoint-*/*/*.safetensors"))
-    assert checkpoint.newest_checkpoint(begun / "out.work")[0] >= 2 and no_lies(begun / "out") > 0
+    assert checkpoints.newest_checkpoint(begun / "out.work")[0] >= 2 and no_lies(begun / "out") > 0
 
 
 @pytest.mark.faults
 def test_a_run_that_diverged_is_not_finished_by_asking_again(begun):
     """Whatever was saved among the skipped steps: a few more each time must not add up to the end."""
-    before = checkpoint.read_manifest(begun / "out")
+    before = folders.read_manifest(begun / "out")
     spoil_cache(begun / "out.work", slice(None))
     for _ in range(2):
         assert "diverged" in told(finish(train(begun / "out", max_train_steps=16, **FLAGS), code=5))
-        assert checkpoint.read_manifest(begun / "out", deep=True) == before
+        assert folders.read_manifest(begun / "out", deep=True) == before
 
 
 @pytest.mark.parametrize("lr", [1e30, 1e38])

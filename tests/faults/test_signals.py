@@ -75,7 +75,7 @@ def test_a_signal_is_not_taken_for_a_fault_of_a_library():
     """Libraries try an import, say, and go on whatever exception it ends with: not with this one."""
     code = """
 import argparse, os, signal
-import cli
+from common import cli
 def main(args):
     try:
         os.kill(os.getpid(), signal.SIGTERM)

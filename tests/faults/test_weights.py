@@ -30,7 +30,7 @@ from injection import (
     write_pickle,
 )
 
-import checkpoint
+from common import folders
 
 SCRIPTS = {"train.py": train, "run_model.py": draw, "pretrain.py": pretrain, "preprocess.py": encode}
 PARTS = {"preprocess.py": "vae"}  # that a script loads; the others load the UNet
@@ -51,7 +51,7 @@ def model(tmp_path):
 @pytest.fixture
 def sealed(model, tmp_path):
     """A copy of the model with a manifest, as train.py publishes it."""
-    checkpoint.publish(model, tmp_path / "sealed")
+    folders.publish(model, tmp_path / "sealed")
     return tmp_path / "sealed"
 
 
@@ -62,7 +62,7 @@ def cached(model, tmp_path):
     snapshot = repo / "snapshots" / ("1" * 40)
     (repo / "blobs").mkdir(parents=True)
     for path in [path for path in model.rglob("*") if path.is_file()]:
-        link, blob = snapshot / path.relative_to(model), repo / "blobs" / checkpoint.sha256_file(path)
+        link, blob = snapshot / path.relative_to(model), repo / "blobs" / folders.sha256_file(path)
         link.parent.mkdir(parents=True, exist_ok=True)
         path.rename(blob)
         link.symlink_to(os.path.relpath(blob, link.parent))
@@ -74,7 +74,7 @@ def refused(script, model, out, code, **flags):
     flags = {"model_dir": model} | FLAGS.get(script, {}) | flags
     line = told(finish(SCRIPTS[script](out, **flags), code=code))
     assert not list(out.parent.glob("out*/**/*.png")) and not list(out.parent.glob("out*/**/*.parquet"))
-    assert not (out / checkpoint.MANIFEST).exists() and count(f"{out}.work", "checkpoint-*") == 0
+    assert not (out / folders.MANIFEST).exists() and count(f"{out}.work", "checkpoint-*") == 0
     return line
 
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_to_draw_with(damage, sealed, tmp_path):
     folder = tmp_path / "checkpoint-000002"
     shutil.copytree(inputs() / "model" / "unet", folder / "unet")
     if sealed:
-        checkpoint.publish(folder, tmp_path / "sealed")
+        folders.publish(folder, tmp_path / "sealed")
         folder = tmp_path / "sealed"
     path = weights_file(folder)
     name = damage(path) or str(path)

@@ -1,0 +1,253 @@
+"""The encoders that measure pictures: CLIP and DINO as transformers loads them, found on this disk or on the hub."""
+
+import contextlib
+import fnmatch
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from common.actors import map_on_actors
+from common.errors import BadInput, CheckFailed, TryAgain
+from common.folders import SHA256, digest_files, read_manifest
+from common.images import read_image
+from common.messages import Progress
+from common.no_gc import no_gc
+from pipelines.configs import Config, read_json_file
+from pipelines.loading import set_up_torch
+from pipelines.model_folder import check_safetensors
+from pipelines.tokens import check_vocabulary, find_vocabulary
+
+FILES = ("*.json", "*.txt", "*.safetensors")
+ENCODE_BATCH = 16  # pictures, or texts, that an encoder takes at a time
+CONVERTER = "SFconvertbot"  # the hub's own, whose pull requests add safetensors to a repository of pickles
+TIMEOUT = 10  # seconds until the hub counts as out of reach
+DINO_MEAN, DINO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding
+
+
+def find_encoder(name, flag):
+    """Return the folder of an encoder: `name` is one, or a repository in the hub's cache, or on the hub.
+
+    Raises BadInput where it is not there or holds no safetensors, TryAgain without network; `flag`: of `name`.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+            raise BadInput(f"{flag} {name} is neither a folder here nor an ORGANISATION/NAME of the hub: check it")
+        folder = find_cached(name) or fetch(name, flag)
+    check_encoder(folder, flag)
+    return str(folder.resolve())
+
+
+def check_encoder(folder, flag):
+    """Raise BadInput or CheckFailed unless `folder` holds a transformers model in whole safetensors."""
+    model_type = read_model_type(folder)
+    if model_type is None:
+        raise BadInput(f"{flag} {folder} has no config.json of a transformers model: give another folder")
+    if flag == "--clip_model" and model_type != "clip":
+        raise BadInput(f"{flag} {folder} is a {model_type}: give a CLIPModel")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise BadInput(f"{flag} {folder} holds no safetensors: take another model")
+    for path in weights:
+        check_safetensors(path)
+    if model_type == "clip":
+        texts = read_json_file(folder / "config.json").get("text_config") or {}
+        check_vocabulary(folder, Config(texts, "transformers", "CLIPTextModel")["vocab_size"])
+
+
+def read_model_type(folder):
+    """Return the "clip" of a folder's config.json, None where it has none."""
+    path = Path(folder) / "config.json"
+    return read_json_file(path).get("model_type") if path.is_file() else None
+
+
+def find_cached(name):
+    """Return the folder of a whole snapshot of a repository in the hub's cache, that of `main` first, or None.
+
+    Whoever loaded a CLIPModel alone has a snapshot without its tokenizer there: it is not whole.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    repository = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    main = repository / "refs" / "main"
+    first = main.read_text().strip() if main.is_file() else ""
+    snapshots = sorted(repository.glob("snapshots/*"), key=lambda path: (path.name != first, path.name))
+    return next(filter(_has_all_files, snapshots), None)
+
+
+def _has_all_files(snapshot):
+    model_type = read_model_type(snapshot)
+    with contextlib.suppress(BadInput):
+        if model_type == "clip":
+            find_vocabulary(snapshot)
+        return model_type is not None and any(snapshot.glob(FILES[-1]))
+    return False
+
+
+def fetch(name, flag):
+    """Fetch an encoder's configuration and safetensors into the hub's cache and return its folder.
+
+    Where its main branch holds pickles alone, as those of CLIP and DINO do, the hub's own conversion is taken, a pull
+    request of CONVERTER's.
+    """
+    import httpx2
+    from huggingface_hub import HfApi, errors
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi()
+    remedy = "run this once where there is one and copy the hub's cache (HF_HOME), or give the folder of an encoder"
+    try:
+        files = [file.rfilename for file in api.model_info(name, timeout=TIMEOUT).siblings]
+        revision = "main" if fnmatch.filter(files, FILES[-1]) else _converted(api, name, flag)
+        return Path(api.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
+    except errors.RepositoryNotFoundError as error:
+        raise BadInput(f"{flag} {name} is neither a folder here nor a model on {api.endpoint}: check it") from error
+    except (httpx2.TransportError, errors.HfHubHTTPError, OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise TryAgain(f"{flag} {name} is not in the cache, and no network to {api.endpoint}: {remedy}") from error
+
+
+def _converted(api, name, flag):
+    requests = api.get_repo_discussions(
+        name, author=CONVERTER, discussion_type="pull_request", discussion_status="open"
+    )
+    found = next((request.git_reference for request in requests), None)
+    if found is None:
+        raise BadInput(f"{flag} {name} holds only pickles, which can run code: take a model with safetensors")
+    return found
+
+
+def digest_encoder(folder):
+    """Return one sha256 of an encoder's files; a manifest or the hub's cache spares reading them."""
+    folder = Path(folder)
+    facts = (read_manifest(folder) or {"files": {}})["files"]
+    known = {}
+    paths = [path for pattern in FILES for path in folder.glob(pattern) if path.name != "manifest.json"]
+    for path in paths:
+        blob = os.path.basename(os.path.realpath(path))
+        if path.name in facts:
+            known[path] = facts[path.name]["sha256"]
+        elif SHA256.fullmatch(blob):
+            known[path] = blob
+    return digest_files(paths, known=known)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoding
+
+
+class Encoder:
+    """Embeds pictures, with a CLIP texts too: the work of one actor. Always in float32, so that numbers compare."""
+
+    def __init__(self, model_dir, num_threads=None):
+        import torch
+        from transformers import AutoModel, AutoTokenizer, CLIPModel
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        set_up_torch(self.device, num_threads, mixed_precision="no")
+        self.is_clip = read_json_file(Path(model_dir) / "config.json")["model_type"] == "clip"
+        model, info = (CLIPModel if self.is_clip else AutoModel).from_pretrained(
+            model_dir,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        missing = [
+            key for key in info["missing_keys"] if not key.startswith("pooler.")
+        ]  # DINO has none, it is not used
+        if missing:
+            raise CheckFailed(f"{model_dir}: {len(missing)} weights are missing, {sorted(missing)[0]} the first")
+        self.model = model.to(self.device).eval()
+        self.processor = load_processor(model_dir, self.is_clip, self.model.config)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True) if self.is_clip else None
+
+    def __call__(self, item):
+        """Return {"name": ..., "start": ..., "embeds": [B, D] float32} of {"name", "start", "paths" or "texts"}."""
+        import torch
+
+        with torch.inference_mode():
+            embeds = self._texts(item["texts"]) if "texts" in item else self._pictures(item["paths"])
+        return {"name": item["name"], "start": item["start"], "embeds": embeds.float().cpu().numpy()}
+
+    def _pictures(self, paths):
+        pixel_values = self.processor([read_image(path) for path in paths], return_tensors="pt")["pixel_values"]
+        pixel_values = pixel_values.to(self.device)  # B 3 H W
+        if not self.is_clip:
+            return self.model(pixel_values).last_hidden_state[:, 0]  # B D: the class token
+        return self.model.visual_projection(self.model.vision_model(pixel_values=pixel_values).pooler_output)
+
+    def _texts(self, texts):
+        length = self.model.config.text_config.max_position_embeddings
+        batch = self.tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        output = self.model.text_model(batch.input_ids.to(self.device), batch.attention_mask.to(self.device))
+        return self.model.text_projection(output.pooler_output)  # B D
+
+
+def load_processor(model_dir, is_clip, config):
+    """Return what turns Pillow images into pixel values: its own, or one with CLIP's or DINO's mean and std."""
+    from transformers import AutoImageProcessor, CLIPImageProcessorPil
+
+    if (Path(model_dir) / "preprocessor_config.json").is_file():
+        return AutoImageProcessor.from_pretrained(model_dir, local_files_only=True, backend="pil")
+    side = config.vision_config.image_size if is_clip else config.image_size
+    usual = {} if is_clip else {"image_mean": DINO_MEAN, "image_std": DINO_STD}
+    return CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side}, **usual)
+
+
+class Encoders:
+    """Embeds with several encoders, each loaded at its first item and kept: the work of one actor."""
+
+    def __init__(self, num_threads=None):
+        self.num_threads, self.encoders = num_threads, {}
+
+    def __call__(self, item):
+        """Return what the encoder in the folder item["encoder"] makes of an item, with the item's "job"."""
+        folder = item["encoder"]
+        if folder not in self.encoders:
+            with no_gc():
+                self.encoders[folder] = Encoder(folder, self.num_threads)
+        return {"job": item["job"], **self.encoders[folder](item)}
+
+
+def embed(jobs, **pool):
+    """Embed with one pool of actors, whatever the encoders; return {name: embeddings [N, D]} of each job.
+
+    jobs: (folder of an encoder, sets of pictures {name: [paths]}, texts, which are embedded as "texts") each.
+    pool: num_workers and the like, of map_on_actors. Raises CheckFailed for an embedding that is not finite.
+    """
+    items = [
+        {"job": job, "encoder": folder, "name": name, "start": start}
+        | {kind: [str(each) for each in contents[start : start + ENCODE_BATCH]]}
+        for job, (folder, sets, texts) in enumerate(jobs)
+        for kind, named in (("paths", sets), ("texts", {"texts": list(texts)}))
+        for name, contents in named.items()
+        for start in range(0, len(contents), ENCODE_BATCH)
+    ]
+    found = [{} for _ in jobs]
+    total = sum(sum(map(len, sets.values())) + len(texts) for _, sets, texts in jobs)
+    with Progress("embed", total, "pictures and prompts") as progress:
+        for result in map_on_actors(Encoders, {}, items, **pool):
+            found[result["job"]][result["name"], result["start"]] = result["embeds"]
+            progress.update(len(result["embeds"]))
+    return [_join(folder, parts) for (folder, _, _), parts in zip(jobs, found, strict=True)]
+
+
+def _join(folder, found):
+    """Return {name: embeddings [N, D]} of {(name, start): a part of them}, those of the encoder in `folder`."""
+    embeds = {}
+    for name, start in sorted(found):
+        if not np.isfinite(found[name, start]).all():
+            raise CheckFailed(f"{folder} gives embeddings of {name} that are not finite: fetch it again")
+        embeds.setdefault(name, []).append(found[name, start])
+    return {name: np.concatenate(parts) for name, parts in embeds.items()}

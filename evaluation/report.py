@@ -1,0 +1,197 @@
+"""The report of an evaluation: one page of pictures and numbers that needs no other file, no script and no network."""
+
+import base64
+import io
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from common.folders import SHA256, read_json_lines, write_bytes
+from common.images import read_image
+from evaluation.measures import MEASURES, are_apart
+from pipelines.configs import base_name
+from pipelines.model_folder import TRAINING_LOG, VALIDATION_STRIP
+
+TEMPLATE = "report.html.jinja"
+SIDES = ((120, 256), (400, 160), (None, 96))  # pictures on the page, at most, and the longer side of each in pixels
+SHOWN_PHOTOS, SHOWN_CLASS_IMAGES, SHOWN_CLOSEST = 24, 24, 12
+STRIP_SIDE = 1400  # pixels of its longer side, at most
+QUALITY = 80  # of WebP
+SMOOTHED = 10  # a tenth of the logged steps
+FAINT, DARK = "#a9b8cf", "#1d4f91"
+
+
+def write_report(path, evaluation, sets, models, command):
+    """Write the report.html of an evaluation.
+
+    evaluation: what evaluation.json holds; sets: {set: paths of its pictures}, those of prompts prompt by prompt;
+    models: {"tuned": folder, "base": folder}; command: the words of the line that made it.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    shown = {name: value for name, value in sorted(evaluation["settings"].items()) if value not in (None, "")}
+    here = Path(__file__).resolve().parent
+    options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    template = Environment(loader=FileSystemLoader(here), **options).get_template(TEMPLATE)
+    page = template.render(
+        details=evaluation["details"],
+        rows=measure_rows(evaluation["measures"]),
+        encoders=evaluation["encoders"],
+        memorised_above=evaluation["settings"]["memorised_above"],
+        models={name: base_name(folder) for name, folder in models.items()},
+        settings={name: shorten(value) for name, value in shown.items()},
+        command=format_command(command),
+        plot=plot_training(read_json_lines(Path(models["tuned"], TRAINING_LOG))),
+        strip=show_strip(Path(models["tuned"], VALIDATION_STRIP)),
+        **show_pictures(evaluation["details"], sets),
+    )
+    write_bytes(path, page.encode())
+
+
+def shorten(value):
+    """Return a setting as text, of a sha256 its start."""
+    text = str(value)
+    return f"sha256 {text[:12]}…" if SHA256.fullmatch(text) else text
+
+
+def format_command(words):
+    """Return a command line as a shell reads it, a flag a line."""
+    return "".join(
+        f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in map(shlex.quote, words)
+    ).strip()
+
+
+def measure_rows(measures):
+    """Return the rows of the table; "tuned" is None where a measure was left out."""
+    rows = []
+    for name, about in MEASURES.items():
+        found = measures[name] or {}
+        tuned, base, photos = (format_estimate(found.get(column)) for column in ("tuned", "base", "photos"))
+        change = found and describe_change(found["tuned"], found["base"])
+        rows.append({"name": name, "about": about, "tuned": tuned, "base": base, "photos": photos, "change": change})
+    return rows
+
+
+def format_estimate(estimate):
+    """Return {"value", "interval"} as text, interval "" where there is none; None for no estimate."""
+    if estimate is None:
+        return None
+    number = {name: f"{value:.3f}".replace("-", "\N{MINUS SIGN}") for name, value in estimate.items()}
+    return {"value": number["value"], "interval": f"{number['low']} to {number['high']}" if "low" in number else ""}
+
+
+def describe_change(tuned, base):
+    """Return in words how the tuned model's estimate stands to the base model's."""
+    if not are_apart(tuned, base):
+        return "no clear change"
+    return "higher than before" if tuned["value"] > base["value"] else "lower than before"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def show_pictures(details, sets):
+    """Return what the page shows: photos, prompts, classes and closest, each picture with its address and its text."""
+    nearest = details["nearest"]["tuned"]
+    closest = sorted(range(len(nearest)), key=lambda i: (-nearest[i][1], i))[:SHOWN_CLOSEST]
+    photos = sets["photos"][:SHOWN_PHOTOS]
+    classes = {name: sets[f"class_{name}"][:SHOWN_CLASS_IMAGES] for name in ("base", "tuned")}
+    count = len(photos) + 2 * len(sets["tuned"]) + sum(map(len, classes.values())) + 2 * len(closest)
+    side = next(side for most, side in SIDES if most is None or count <= most)
+    by_name = {path.name: path for path in sets["photos"]}
+    return {
+        "photos": [show(path, f"Photo of the subject, {path.name}", side, name=path.name) for path in photos],
+        "prompts": show_prompts(details, sets, side),
+        "classes": {
+            model: [show(path, f"Class picture {i} of the {model} model", side) for i, path in enumerate(paths, 1)]
+            for model, paths in classes.items()
+        },
+        "closest": [
+            {
+                "picture": show(sets["tuned"][i], "Picture of the tuned model", side),
+                "photo": show(by_name[nearest[i][0]], f"Its nearest photo, {nearest[i][0]}", side),
+                "name": nearest[i][0],
+                "likeness": nearest[i][1],
+            }
+            for i in closest
+        ],
+    }
+
+
+def show_prompts(details, sets, side):
+    """Return [{"text", "base": pictures, "tuned": pictures}], a prompt each, with the nearest photo of each picture."""
+    prompts = details["prompts"]
+    per_prompt = len(sets["tuned"]) // len(prompts)
+    shown = [{"text": prompt, "base": [], "tuned": []} for prompt in prompts]
+    for model in ("base", "tuned"):
+        for i, path in enumerate(sets[model]):
+            number, sample = divmod(i, per_prompt)
+            photo, likeness = details["nearest"][model][i]
+            alt = f"Sample {sample + 1} of the {model} model: {prompts[number]}"
+            shown[number][model].append(show(path, alt, side, photo=photo, likeness=likeness))
+    return shown
+
+
+def show(path, alt, side, **more):
+    """Return {"uri", "alt"} of a picture: at most `side` pixels a side, WebP."""
+    image = read_image(path)
+    image.thumbnail((side, side))
+    data = io.BytesIO()
+    image.save(data, "WEBP", quality=QUALITY)
+    return {"uri": data_uri(data.getvalue(), "webp"), "alt": alt, **more}
+
+
+def data_uri(data, kind):
+    """Return bytes of an image as the address that holds them."""
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The training
+
+
+def smooth(values):
+    """Return the exponential moving average of values over a tenth of them, five at least, unbiased at the start."""
+    weight = 1 - 2 / (max(5, len(values) / SMOOTHED) + 1)
+    sums = np.zeros(2)
+    smoothed = []
+    for value in values:
+        sums = weight * sums + (value, 1)
+        smoothed.append(sums[0] / sums[1])
+    return smoothed
+
+
+def show_strip(path):
+    """Return the strip that train.py --validation_prompts drew, as `show` does, or None where there is none."""
+    if not path.is_file():
+        return None
+    return show(path, "Pictures of the same prompts and seeds, a row for each step", STRIP_SIDE)
+
+
+def plot_training(log):
+    """Return {"uri", "alt"} of the losses and gradient norms of a log as an SVG, or None where it has none."""
+    lines = [line for line in log if line.get("loss") is not None and line.get("grad_norm") is not None]
+    if not lines:
+        return None
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    steps, losses, norms = ([line[name] for line in lines] for name in ("step", "loss", "grad_norm"))
+    data = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "report", "font.size": 9}):
+        figure = Figure(figsize=(6.4, 4), layout="constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        for axes, name, values in ((upper, "loss", losses), (lower, "gradient norm", norms)):
+            axes.plot(steps, values, color=FAINT, linewidth=1, marker=".", markersize=3, label="logged")
+            axes.plot(steps, smooth(values), color=DARK, linewidth=1.8, label="smoothed")
+            axes.set_ylabel(name)
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        lower.set_xlabel("step")
+        upper.legend(frameon=False)
+        figure.savefig(data, format="svg", metadata={"Date": None})
+    alt = f"Loss and gradient norm over {steps[-1]} steps; the smoothed loss ends at {smooth(losses)[-1]:.3g}"
+    return {"uri": data_uri(data.getvalue(), "svg+xml"), "alt": alt}

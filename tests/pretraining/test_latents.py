@@ -1,0 +1,365 @@
+"""What the VAE and the text encoder make of images and captions, and the Parquet files that keep it."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import make_latents
+from tiny_models import RESOLUTION
+
+from common import errors
+from common.folders import MANIFEST
+from common.storage import Folder, read_footer
+from pretraining import latents as latents_module
+from pretraining.latents import (
+    LatentEncoder,
+    LatentFiles,
+    digest_encoders,
+    from_column,
+    latent_shapes,
+    open_latents,
+    to_parquet,
+)
+
+SHAPE = (4, 2, 3)
+
+
+def numbers(rows=3, shape=SHAPE, dtype=np.float32):
+    return np.arange(rows * int(np.prod(shape)), dtype=dtype).reshape(rows, *shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns
+
+
+def ray_tensors(values):
+    """What Ray Data writes tensors of one shape as."""
+    from ray.data.extensions import ArrowTensorArray
+
+    return ArrowTensorArray.from_numpy(values)
+
+
+def ray_ragged_tensors(values):
+    """What Ray Data writes tensors of several shapes as."""
+    from ray.data.extensions import ArrowVariableShapedTensorArray
+
+    rows = np.empty(len(values), dtype=object)
+    rows[:] = list(values)
+    return ArrowVariableShapedTensorArray.from_numpy(rows)
+
+
+def flat(values):
+    return list(values.reshape(len(values), -1))
+
+
+COLUMNS = {
+    "tensors": pa.FixedShapeTensorArray.from_numpy_ndarray,
+    "half tensors": lambda values: pa.FixedShapeTensorArray.from_numpy_ndarray(values.astype(np.float16)),
+    "lists": lambda values: pa.array(flat(values), pa.list_(pa.float32())),
+    "large lists": lambda values: pa.array(flat(values), pa.large_list(pa.float32())),
+    "lists of one size": lambda values: pa.array(flat(values), pa.list_(pa.float32(), 24)),
+    "half lists": lambda values: pa.array(flat(values.astype(np.float16)), pa.list_(pa.float16(), 24)),
+    "nested lists": lambda values: pa.array(values.tolist()),  # of float64
+    "ray's tensors": ray_tensors,
+    "ray's ragged tensors": ray_ragged_tensors,
+}
+
+
+@pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS)
+def test_numbers_come_out_of_every_type_of_column(make):
+    values = numbers()
+    array = make(values)
+    column = pa.chunked_array([array.slice(0, 1), array.slice(1)])
+    for given in (array, column):
+        found = from_column(given, SHAPE, "x")
+        assert found.dtype == np.float32 and found.shape == values.shape
+        assert np.array_equal(found, values)
+    assert np.array_equal(from_column(column.slice(1, 1), SHAPE, "x"), values[1:2])
+
+
+@pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS)
+def test_numbers_come_back_from_a_file(make, tmp_path):
+    values = numbers()
+    pq.write_table(pa.table({"column": make(values)}), tmp_path / "file.parquet")
+    column = pq.read_table(tmp_path / "file.parquet")["column"]
+    assert np.array_equal(from_column(column.slice(1), SHAPE, "x"), values[1:])
+
+
+ROW = [1.0] * 24
+BAD_COLUMNS = {
+    "a null row": (pa.array([ROW, None, ROW]), "x is null in 1 places"),
+    "a null number": (pa.array([ROW, [None, *ROW[1:]]]), "x is null in 1 places"),
+    "a null row of one size": (pa.array([ROW, None], pa.list_(pa.float32(), 24)), "x is null in 1 places"),
+    "other sizes": (pa.array([ROW[1:], ROW[1:]]), r"x holds 23 values a row, the model takes \(4, 2, 3\)"),
+    "rows of several sizes": (pa.array([ROW[1:], [*ROW, 1.0]]), "x holds rows of several sizes"),
+    "one empty row": (pa.array([[*ROW, *ROW], []]), "x holds rows of several sizes"),
+    "another order": (pa.FixedShapeTensorArray.from_numpy_ndarray(numbers(2, (2, 3, 4))), r"of shape \(2, 3, 4\), the"),
+    "another order in lists": (pa.array(numbers(2, (2, 3, 4)).tolist()), r"of shape \(2, 3, 4\), the model takes"),
+    "not a number": (pa.array([[*ROW[1:], float("nan")]]), "x holds values that are not finite"),
+    "infinity in float16": (pa.array([np.full(24, np.inf, np.float16)]), "x holds values that are not finite"),
+    "text": (pa.array(["a", "b"]), "x holds string, not floats"),
+    "structs": (pa.array([{"bytes": "a"}]), "x holds struct<bytes: string>, not floats"),
+    "ray's tensors of another order": (pa.array([{"data": ROW, "shape": [2, 3, 4]}]), "rows of shape"),
+    "lists of text": (pa.array([["a"] * 24]), "x holds string, not floats"),
+}
+
+
+@pytest.mark.parametrize(("column", "words"), BAD_COLUMNS.values(), ids=BAD_COLUMNS)
+def test_bad_columns_fail_the_check_in_one_line(column, words):
+    with pytest.raises(errors.CheckFailed, match=words) as caught:
+        from_column(column, SHAPE, "x")
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_a_part_is_one_row_group_and_knows_its_bad_rows(tmp_path):
+    values = numbers(3).astype(np.float16)
+    chunk = {"keys": ["a:0", "a:1", "a:2"], "captions": ["one", "zwei, drei", "четыре"], "bad": [["a:3", "no image"]]}
+    columns = {"image_latents_16": values, "image_latents_16_std": values / 2, "caption_latents": numbers(3, (5, 2))}
+    (tmp_path / "part.parquet").write_bytes(to_parquet(chunk, columns))
+    names, groups, bad = read_footer(Folder(tmp_path), "part.parquet")
+    assert names == ["key", "caption", *columns] and groups == [[0, 3]] and bad == chunk["bad"]
+    table = pq.read_table(tmp_path / "part.parquet")
+    assert table["key"].to_pylist() == chunk["keys"] and table["caption"].to_pylist() == chunk["captions"]
+    for name, values in columns.items():
+        assert table[name].type == pa.fixed_shape_tensor(pa.from_numpy_dtype(values.dtype), values.shape[1:])
+        assert np.array_equal(from_column(table[name], values.shape[1:], name), values)
+
+
+def test_a_part_of_bad_rows_alone_is_a_file_too(tmp_path):
+    chunk = {"keys": [], "captions": [], "bad": [["a:0", "no image"]]}
+    (tmp_path / "part.parquet").write_bytes(to_parquet(chunk, {}))
+    assert read_footer(Folder(tmp_path), "part.parquet") == (["key", "caption"], [[0, 0]], chunk["bad"])
+
+
+def read_folder(folder):
+    return pq.read_table(sorted(folder.glob("*.parquet")))
+
+
+def read_all(files):
+    """Return {name: rows} of all rows of LatentFiles."""
+    parts = [
+        part
+        for chunk, rows in enumerate(files.chunk_rows)
+        for part in files({"chunk": chunk, "first": 0, "last": rows, "epoch": 0})
+    ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def test_pieces_are_ranges_of_the_rows_of_a_file(latents, tiny_model):
+    files = open_latents(str(latents), str(tiny_model), RESOLUTION)
+    assert files.chunk_rows == (5, 5, 5, 5, 3) and not files.prescaled
+    rows = read_all(files)
+    assert rows["mean"].shape == rows["std"].shape == (23, 4, 8, 8) and rows["prompt"].shape == (23, 24, 16)
+    assert {values.dtype for values in rows.values()} == {np.dtype(np.float32)}
+    table = read_folder(latents)
+    names = {"mean": "image_latents_16", "std": "image_latents_16_std", "prompt": "caption_latents"}
+    for key, name in names.items():
+        assert np.array_equal(rows[key], table[name].combine_chunks().to_numpy_ndarray().astype(np.float32))
+    for first, last in ((0, 1), (2, 5), (1, 3)):
+        (piece,) = files({"chunk": 2, "first": first, "last": last, "epoch": 7})
+        assert all(np.array_equal(piece[key], rows[key][10 + first : 10 + last]) for key in names)
+
+
+def test_the_files_read_the_same_as_plain_values(latents, tiny_model):
+    """Workers of another process get them through JSON."""
+    from dataclasses import asdict
+
+    files = open_latents(str(latents), str(tiny_model), RESOLUTION)
+    other = LatentFiles(**json.loads(json.dumps(asdict(files))))
+    assert all(np.array_equal(*pair) for pair in zip(read_all(files).values(), read_all(other).values(), strict=True))
+    assert json.dumps(other.fingerprint) == json.dumps(files.fingerprint)
+
+
+def test_the_fingerprint_does_not_know_the_place(latents, tiny_model, tmp_path):
+    shutil.copytree(latents, tmp_path / "copy")
+    files = [open_latents(str(folder), str(tiny_model), RESOLUTION) for folder in (latents, tmp_path / "copy")]
+    assert files[0].fingerprint == files[1].fingerprint and files[0].location != files[1].location
+
+
+@pytest.fixture
+def sealed(latents, tmp_path):
+    return shutil.copytree(latents, tmp_path / "sealed")
+
+
+@pytest.fixture
+def copy(sealed, tmp_path):
+    """Without a manifest, as in a store: its files may be changed."""
+    (sealed / MANIFEST).unlink()
+    return sealed.rename(tmp_path / "copy")
+
+
+def test_latents_of_another_encoder_or_resolution_are_refused(latents, tiny_model, tmp_path):
+    with pytest.raises(errors.BadInput, match="holds latents of 16 pixels, not of --resolution 32"):
+        open_latents(str(latents), str(tiny_model), 32)
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    config = other / "text_encoder" / "config.json"
+    config.write_text(config.read_text().replace('"quick_gelu"', '"gelu"'))
+    with pytest.raises(errors.BadInput, match=r"another model \(tiny\).*run preprocess\.py with this one"):
+        open_latents(str(latents), str(other), RESOLUTION)
+
+
+def test_an_unfinished_data_set_is_refused(copy, tiny_model):
+    (copy / latents_module.METADATA).rename(copy / latents_module.RECORD)
+    with pytest.raises(errors.BadInput, match=r"is not finished: run preprocess\.py again"):
+        open_latents(str(copy), str(tiny_model), RESOLUTION)
+
+
+def test_without_metadata_only_scaled_samples_are_taken(copy, tiny_model):
+    (copy / latents_module.METADATA).unlink()
+    with pytest.raises(errors.BadInput, match=r"has no metadata\.json: --prescaled_latents"):
+        open_latents(str(copy), str(tiny_model), RESOLUTION)
+    assert open_latents(str(copy), str(tiny_model), RESOLUTION, prescaled=True).prescaled
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(latents, tiny_model):
+    for flags in ({"image_column": "image_latents_99"}, {"caption_column": "captions_99"}):
+        words = rf"0000\.parquet has no column {next(iter(flags.values()))}; it has key, caption, image_latents_16, "
+        with pytest.raises(errors.BadInput, match=words):
+            open_latents(str(latents), str(tiny_model), RESOLUTION, **flags)
+
+
+def test_what_holds_no_rows_is_refused(copy, tiny_model, tmp_path):
+    with pytest.raises(errors.BadInput, match="is not a folder"):
+        open_latents(str(tmp_path / "nowhere"), str(tiny_model), RESOLUTION)
+    for path in copy.glob("*.parquet"):
+        pq.write_table(pq.read_table(path).slice(0, 0), path)
+    with pytest.raises(errors.BadInput, match="holds no rows"):
+        open_latents(str(copy), str(tiny_model), RESOLUTION)
+
+
+def test_files_without_rows_are_passed_over(copy, tiny_model):
+    chunk = {"keys": [], "captions": [], "bad": [["a:0", "no image"]]}
+    (copy / "part-000000-0001.parquet").write_bytes(to_parquet(chunk, {}))
+    assert open_latents(str(copy), str(tiny_model), RESOLUTION).chunk_rows == (5, 5, 5, 3)
+
+
+def test_a_damaged_file_is_named(copy, tiny_model):
+    path = copy / "part-000000-0002.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(errors.CheckFailed, match=r"part-000000-0002\.parquet is damaged"):
+        open_latents(str(copy), str(tiny_model), RESOLUTION)
+
+
+@pytest.mark.parametrize("kept", [None, 0, 20, -20], ids=["gone", "empty", "its start", "most of it"])
+def test_a_file_that_does_not_fit_the_manifest_is_named(sealed, tiny_model, kept):
+    path = sealed / "part-000000-0002.parquet"
+    data = path.read_bytes()[:kept]
+    path.unlink()
+    if kept is not None:
+        path.write_bytes(data)
+    words = r"part-000000-0002\.parquet is (missing|damaged: it is not of \d+ bytes): make the data set again"
+    with pytest.raises(errors.CheckFailed, match=words):
+        open_latents(str(sealed), str(tiny_model), RESOLUTION)
+
+
+@pytest.mark.parametrize("place", [0.2, 0.4, 0.6, 0.8])
+def test_a_flipped_bit_is_seen_when_the_rows_are_read(sealed, tiny_model, place):
+    files = open_latents(str(sealed), str(tiny_model), RESOLUTION)
+    path = sealed / "part-000000-0002.parquet"
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data))] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(errors.CheckFailed, match=r"part-000000-0002\.parquet is damaged"):
+        read_all(files)
+
+
+@pytest.mark.parametrize("caption_column", ["caption_latents", "caption_embeddings"])
+@pytest.mark.parametrize("make", [COLUMNS["nested lists"], ray_tensors], ids=["lists", "ray"])
+def test_the_published_layout_is_read_as_scaled_samples(tiny_model, tmp_path, caption_column, make):
+    image, prompt = numbers(6, (4, 8, 8)) / 999, numbers(6, (24, 16)) / 999
+    for part, rows in enumerate((slice(0, 4), slice(4, 6))):
+        table = pa.table({"image_latents_16": make(image[rows]), caption_column: make(prompt[rows])})
+        pq.write_table(table, tmp_path / f"{part}.parquet", row_group_size=3)
+    files = open_latents(str(tmp_path), str(tiny_model), RESOLUTION, prescaled=True)
+    assert files.chunk_rows == (3, 1, 2) and files.caption_column == caption_column
+    rows = read_all(files)
+    assert rows.keys() == {"mean", "prompt"}
+    assert np.array_equal(rows["mean"], image) and np.array_equal(rows["prompt"], prompt)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoding
+
+
+def test_the_encoders_digest_ignores_the_unet(tiny_model, tmp_path):
+    digest = digest_encoders(tiny_model)
+    copy = shutil.copytree(tiny_model, tmp_path / "copy")
+    shutil.rmtree(copy / "unet")
+    (copy / "model_index.json").unlink()
+    assert digest_encoders(copy) == digest
+    for part in ("vae", "text_encoder", "tokenizer"):
+        path = next(iter(sorted((copy / part).glob("*.json"))))
+        text = path.read_text()
+        path.write_text(text + " ")
+        assert digest_encoders(copy) != digest, part
+        path.write_text(text)
+    assert digest_encoders(copy) == digest
+
+
+def test_the_shapes_are_those_of_the_model(tiny_model):
+    assert latent_shapes(tiny_model, 16) == ((4, 8, 8), (24, 16))
+    assert latent_shapes(tiny_model, 32) == ((4, 16, 16), (24, 16))
+
+
+@pytest.fixture(scope="module")
+def chunk():
+    rng = np.random.default_rng(0)
+    pixels = {f"pixels_{size}": rng.integers(0, 256, (5, size, size, 3), dtype=np.uint8) for size in (16, 32)}
+    return {"keys": list("abcde"), "captions": ["a cat", "a dog", "", "a cat", "a dog"], "bad": [], **pixels}
+
+
+def test_latents_are_those_encoded_by_hand(tiny_model, chunk):
+    """The posterior's mean and standard deviation, unscaled, and the text encoder's last hidden states."""
+    from diffusers import StableDiffusionPipeline
+
+    pipeline = StableDiffusionPipeline.from_pretrained(tiny_model)
+    columns = LatentEncoder(tiny_model, (16, 32), batch_size=2, mixed_precision="no")(chunk)
+    assert {values.dtype for values in columns.values()} == {np.dtype(np.float16)}
+    with torch.no_grad():
+        for size in (16, 32):
+            pixels = torch.from_numpy(chunk[f"pixels_{size}"]).permute(0, 3, 1, 2).float() / 127.5 - 1
+            posterior = pipeline.vae.encode(pixels).latent_dist
+            for name, expected in (("", posterior.mean), ("_std", posterior.logvar.mul(0.5).exp())):
+                found = columns.pop(f"image_latents_{size}{name}")
+                assert found.shape == (5, 4, size // 2, size // 2)
+                assert found == pytest.approx(expected.numpy(), rel=1e-3, abs=1e-4)
+        (name,) = columns
+        for row, caption in enumerate(chunk["captions"]):
+            expected, _ = pipeline.encode_prompt(caption, torch.device("cpu"), 1, False)
+            assert columns[name][row] == pytest.approx(expected[0].numpy(), rel=1e-3, abs=1e-4)
+
+
+def test_equal_captions_are_encoded_once(tiny_model, chunk):
+    encoder = LatentEncoder(tiny_model, (16,), batch_size=2, mixed_precision="no")
+    seen = []
+    encoder.text_encoder.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    found = encoder.encode_captions(chunk["captions"])
+    assert seen == [2, 1]
+    assert found.shape == (5, 24, 16)
+    assert np.array_equal(found[0], found[3]) and np.array_equal(found[1], found[4])
+    assert not np.array_equal(found[0], found[1])
+
+
+def test_latents_that_are_not_finite_fail_the_check(tiny_model, chunk):
+    encoder = LatentEncoder(tiny_model, (16,), batch_size=4, mixed_precision="no")
+    with torch.no_grad():
+        next(encoder.vae.encoder.parameters())[:] = float("nan")
+    with pytest.raises(errors.CheckFailed, match="image_latents_16 of a and those after it are not finite"):
+        encoder(chunk)
+
+
+def test_rows_are_the_same_whatever_the_batch(tiny_model, latents, raw_data, tmp_path):
+    make_latents(tmp_path / "other", raw_data, tiny_model, encoding_batch_size=3, rows_per_file=7)
+    one, other = (read_folder(folder) for folder in (latents, tmp_path / "other"))
+    assert one["caption"].to_pylist() == other["caption"].to_pylist() == [f"picture {i % 5}" for i in range(23)]
+    for name in ("image_latents_16", "image_latents_16_std", "caption_latents"):
+        pair = [from_column(table[name], table[name].type.shape, name) for table in (one, other)]
+        assert pair[0] == pytest.approx(pair[1], rel=2e-3, abs=1e-4)

@@ -1,0 +1,282 @@
+"""Where a training works, whether it is done, and how its workers are started again."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from common import errors, folders
+from training import checkpoints, driver, logs, loop, resuming
+from training.resuming import recorded_workers
+
+SETTINGS = {"lr": 0.1, "seed": 0}
+
+
+def test_steps_of_pairs():
+    assert driver.steps_of(800, 1) == 800
+    assert driver.steps_of(800, 8) == 100
+    assert driver.steps_of(10, 4) == 3  # the third takes two more
+
+
+def test_check_batch():
+    driver.check_batch(4, 4, "--class_images_dir x")
+    with pytest.raises(errors.BadInput, match="holds 3 images, a step takes 4"):
+        driver.check_batch(3, 4, "--class_images_dir x")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders
+
+
+def publish(folder, step, settings=None):
+    folder.mkdir(parents=True)
+    (folder / "model.txt").write_text("weights")
+    folders.publish(folder, folder.with_name("out"), step=step, settings=settings or SETTINGS)
+    return folder.with_name("out")
+
+
+def test_an_output_is_finished_when_settings_and_steps_are_these(tmp_path):
+    assert not resuming.is_finished(tmp_path / "out", SETTINGS, 4, False)
+    (tmp_path / "out").mkdir()
+    assert not resuming.is_finished(tmp_path / "out", SETTINGS, 4, False)
+    (tmp_path / "out").rmdir()
+    output = publish(tmp_path / "staging", 4)
+    assert resuming.is_finished(output, SETTINGS, 4, False) and resuming.is_finished(output, SETTINGS, 4, True)
+    assert not resuming.is_finished(output, SETTINGS, 5, False)
+    with pytest.raises(errors.BadInput, match="is trained for 4 steps, more than 3"):
+        resuming.is_finished(output, SETTINGS, 3, False)
+    with pytest.raises(errors.BadInput, match=r"lr was 0\.1, now 0\.2"):
+        resuming.is_finished(output, {**SETTINGS, "lr": 0.2}, 4, False)
+    assert not resuming.is_finished(output, {**SETTINGS, "lr": 0.2}, 3, True)
+
+
+def test_an_output_that_is_not_ours_or_damaged_is_in_the_way(tmp_path):
+    output = publish(tmp_path / "staging", 4)
+    (output / "model.txt").write_text("less")
+    with pytest.raises(errors.BadInput, match="a damaged result of ours: --overwrite"):
+        resuming.is_finished(output, SETTINGS, 4, False)
+    assert not resuming.is_finished(output, SETTINGS, 4, True)
+    (tmp_path / "file").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(errors.BadInput, match="in the way"):
+            resuming.is_finished(tmp_path / "file", SETTINGS, 4, overwrite)
+
+
+def add_checkpoint(work_dir):
+    def write(folder):
+        (folder / "weights").write_text("1")
+
+    checkpoints.save_checkpoint(work_dir, 2, write, {}, keep=1)
+
+
+def make_record(**changed):
+    return {"settings": SETTINGS, "steps": 4, "num_workers": 0, "keep_checkpoints": True, **changed}
+
+
+def test_a_checkpoint_past_the_length_of_a_run_is_not_taken_for_its_end(tmp_path):
+    resuming.open_work_dir(tmp_path, make_record(steps=2), False)
+    add_checkpoint(tmp_path)  # of step 2
+    resuming.open_work_dir(tmp_path, make_record(steps=2), False)
+    with pytest.raises(
+        errors.BadInput, match=r"checkpoint of step 2, more than 1: train for 2 or more, or pass --overw"
+    ):
+        resuming.open_work_dir(tmp_path, make_record(steps=1), False)
+    assert checkpoints.newest_checkpoint(tmp_path)[0] == 2
+    resuming.open_work_dir(tmp_path, make_record(steps=1), True)
+    assert checkpoints.newest_checkpoint(tmp_path) == (0, None)
+
+
+def test_a_work_folder_is_kept_for_the_same_settings(tmp_path):
+    work_dir = tmp_path / "work"
+    work_dir.mkdir()
+    assert recorded_workers(work_dir) is None
+    resuming.open_work_dir(work_dir, make_record(num_workers=2), False)
+    assert recorded_workers(work_dir) == 2
+    add_checkpoint(work_dir)
+    resuming.open_work_dir(work_dir, make_record(), False)
+    assert recorded_workers(work_dir) == 0 and checkpoints.newest_checkpoint(work_dir)[0] == 2
+    with pytest.raises(errors.BadInput, match="seed was 0, now 1"):
+        resuming.open_work_dir(work_dir, make_record(settings={**SETTINGS, "seed": 1}), False)
+    assert checkpoints.newest_checkpoint(work_dir)[0] == 2
+    resuming.open_work_dir(work_dir, make_record(settings={**SETTINGS, "seed": 1}), True)
+    assert os.listdir(work_dir) == [resuming.RECORD]
+
+
+def test_a_work_folder_without_checkpoints_is_no_loss(tmp_path):
+    resuming.open_work_dir(tmp_path, make_record(), False)
+    (tmp_path / logs.LOG).write_text("")
+    resuming.open_work_dir(tmp_path, make_record(settings={**SETTINGS, "seed": 1}), False)
+    assert os.listdir(tmp_path) == [resuming.RECORD]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def make_config(tmp_path, **options):
+    return {"num_workers": 0, "work_dir": str(tmp_path), "max_train_steps": 3, **options}
+
+
+def test_a_run_here_shows_its_log(tmp_path, capsys):
+    def train_loop(config):
+        assert threading.current_thread() is threading.main_thread()  # where the images were encoded
+        with (tmp_path / logs.LOG).open("w") as file:
+            file.write('{"step": 3, "loss": 0.51239, "grad_norm": null}\n')
+        return {"step": 3, "trained": 3, "stopped": False}
+
+    assert driver.run_workers(train_loop, make_config(tmp_path))["trained"] == 3
+    assert capsys.readouterr().err.splitlines()[-1] == "train: 3/3 steps, 0 steps/s, loss 0.5124"
+
+
+@pytest.mark.parametrize("line", ['{"step": 2, "validation_loss": 0.5}', '{"step": 2, "loss": null, "grad_norm": 1.0}'])
+def test_a_log_line_without_a_loss_is_shown_too(tmp_path, capsys, line):
+    """With --log_every 10 and --validation_steps 4 there are steps of which only the validation loss is logged."""
+
+    def train_loop(config):
+        (tmp_path / logs.LOG).write_text(f"{line}\n")
+        return {"step": 3, "trained": 3, "stopped": False}
+
+    driver.run_workers(train_loop, make_config(tmp_path))
+    assert "train: 2/3 steps" in capsys.readouterr().err
+
+
+def test_a_signal_stops_a_run_after_it_saved(tmp_path):
+    def train_loop(config):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not loop.stop_asked(config):
+            pass
+        return {"step": 1, "trained": 1, "stopped": True}
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(errors.Stopped) as stopped:
+        driver.run_workers(train_loop, make_config(tmp_path))
+    assert stopped.value.exit_code == 143
+    assert not (tmp_path / loop.STOP).exists() and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_error_passes_through(tmp_path):
+    def train_loop(config):
+        raise errors.CheckFailed("no")
+
+    with pytest.raises(errors.CheckFailed, match="no"):
+        driver.run_workers(train_loop, make_config(tmp_path))
+
+
+@pytest.fixture
+def trainers(monkeypatch):
+    """Ray's trainer, which fails as often as a test says: a list of the trainers that were made, and the failures."""
+    made, failures = [], []
+
+    class Trainer:
+        def __init__(self, train_loop, train_loop_config, scaling_config, run_config):
+            made.append(SimpleNamespace(config=train_loop_config, scaling=scaling_config, run=run_config))
+
+        def fit(self):
+            if failures:
+                raise failures.pop(0)
+            return SimpleNamespace(return_value={"step": 3, "trained": 3, "stopped": False})
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
+    monkeypatch.setattr(driver, "start_ray", lambda *_: {"CPU": 4.0})
+    return made, failures
+
+
+def test_workers_are_started_again_as_often_as_is_allowed(tmp_path, trainers, capsys):
+    made, failures = trainers
+    failures += [RuntimeError("power cut"), RuntimeError("again")]
+    assert driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2)["step"] == 3
+    assert len(made) == 3 and len({trainer.run.name for trainer in made}) == 3
+    assert made[0].scaling.resources_per_worker == {"CPU": 2.0, "GPU": 0.0} and made[0].config["num_threads"] == 2
+    assert "power cut" in capsys.readouterr().err and not (tmp_path / "ray").exists()
+    failures += [RuntimeError("power cut"), RuntimeError("again")]
+    with pytest.raises(RuntimeError, match="again"):
+        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=1)
+
+
+def test_a_dead_controller_leaves_no_cpus_behind(tmp_path, trainers, monkeypatch):
+    """A Ray of our own is started anew: what that controller held of it is never free again."""
+    import ray
+
+    made, failures = trainers
+    calls = []
+    monkeypatch.setattr("ray.shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(driver, "start_ray", lambda *_: calls.append("start") or {"CPU": 4.0})
+    failures += [RuntimeError("a worker died"), ray.exceptions.ActorDiedError()]
+    driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2)
+    assert calls == ["start", "shutdown", "start"] and len(made) == 3
+    calls.clear()
+    failures += [ray.exceptions.ActorDiedError()]
+    driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2, address="host:6379")
+    assert calls == ["start"]
+
+
+def test_a_worker_that_dies_each_time_is_out_of_memory_at_the_end(tmp_path, trainers, capsys):
+    import ray
+
+    made, failures = trainers
+    failures += [ray.exceptions.ActorDiedError() for _ in range(2)]
+    with pytest.raises(ray.exceptions.ActorDiedError) as caught:
+        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=1)
+    assert len(made) == 2 and errors.describe_error(caught.value)[0] == 4
+    assert "memory ran out: starting the workers again from the newest checkpoint" in capsys.readouterr().err
+
+
+def test_the_error_of_another_worker_says_more_than_a_death():
+    import ray
+
+    error = RuntimeError("training failed")
+    error.worker_failures = {0: ray.exceptions.ActorDiedError(), 1: errors.CheckFailed("not finite")}
+    assert errors.describe_error(error) == (5, "not finite")
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_ray_train_starts_no_actor_that_only_takes_time(is_alone):
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    def actors(trainer_class):
+        trainer = trainer_class(print, scaling_config=ScalingConfig(num_workers=1))
+        return {type(each).__name__ for each in trainer._create_default_callbacks()}
+
+    needless = {"DatasetsCallback", "PlacementGroupCleanerCallback"} if is_alone else {"DatasetsCallback"}
+    assert actors(driver._make_trainer_class(is_alone)) == actors(TorchTrainer) - needless
+    assert needless < actors(TorchTrainer)
+
+
+@pytest.mark.parametrize("has_arguments", [True, False])
+def test_another_ray_train_makes_its_callbacks_in_another_way(monkeypatch, has_arguments):
+    """The call is private: it may take arguments one day, or be gone."""
+    from ray.train.torch import TorchTrainer
+
+    class DatasetsCallback:
+        pass
+
+    if has_arguments:
+        make = lambda self, settings: [DatasetsCallback(), settings]  # noqa: E731
+        monkeypatch.setattr(TorchTrainer, "_create_default_callbacks", make)
+        trainer_class = driver._make_trainer_class(is_alone=True)
+        assert object.__new__(trainer_class)._create_default_callbacks("kept") == ["kept"]
+    else:
+        base = next(each for each in TorchTrainer.__mro__ if "_create_default_callbacks" in vars(each))
+        monkeypatch.delattr(base, "_create_default_callbacks")
+        assert issubclass(driver._make_trainer_class(is_alone=True), TorchTrainer)
+
+
+def test_workers_are_not_started_again_for_an_error_of_the_user(tmp_path, trainers):
+    """One worker's error is the run's, whatever the others die of meanwhile."""
+    made, failures = trainers
+    error = RuntimeError("training failed")
+    error.worker_failures = {0: RuntimeError("connection closed"), 1: errors.CheckFailed("not finite")}
+    failures.append(error)
+    with pytest.raises(RuntimeError) as caught:
+        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=3)
+    assert len(made) == 1
+    assert errors.describe_error(caught.value) == (5, "not finite")
+
+
+def test_a_worker_that_reads_its_data_leaves_half_of_its_cpus(tmp_path, trainers):
+    made, _ = trainers
+    driver.run_workers(print, make_config(tmp_path, num_workers=2, pool={"num_workers": 1}))
+    assert made[0].scaling.resources_per_worker == {"CPU": 1.0, "GPU": 0.0} and made[0].config["num_threads"] == 2

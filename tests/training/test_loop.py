@@ -1,0 +1,140 @@
+"""The optimizer step and the log that the training scripts share."""
+
+import pytest
+import torch
+
+import training.optimizer
+from common import errors, folders
+from training import logs, workers
+from training.optimizer import MAX_BAD_STEPS, Optimizer
+
+
+def make_optimizer(parameters, **options):
+    options = {"lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 1.0, "fp16": False, **options}
+    return Optimizer(parameters, device=torch.device("cpu"), schedule=("constant", 0, 10), **options)
+
+
+def test_clipping_clips_even_what_came_as_a_generator():
+    """clip_grad_norm_ on a generator that AdamW has emptied returns 0 and clips nothing."""
+    module = torch.nn.Linear(4, 3)
+    optimizer = make_optimizer(parameter for parameter in module.parameters())
+    seen = []
+    optimizer.adamw.register_step_pre_hook(
+        lambda adamw, *rest: seen.append(torch.cat([p.grad.flatten() for p in module.parameters()]).norm().item())
+    )
+    for scale in (1e4, 1.0, 1e-3):
+        (module(torch.ones(2, 4)).sum() * scale).backward()
+        true_norm = torch.cat([p.grad.flatten() for p in module.parameters()]).norm().item()
+        assert optimizer.step(0).item() == pytest.approx(true_norm, rel=1e-5)
+    assert len(seen) == 3 and max(seen) <= 1.0 + 1e-5
+    assert seen[0] == pytest.approx(1.0, rel=1e-4) and seen[2] < 0.1
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_then_ends_the_run():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer([weight], weight_decay=0.1)
+    weight.grad = torch.ones(3)
+    optimizer.step(0)
+    assert optimizer.is_good()
+    before = weight.clone(), {name: value.clone() for name, value in optimizer.adamw.state[weight].items()}
+    for bad in (float("nan"), float("inf"), float("-inf"), float("nan"), float("inf")):
+        weight.grad = torch.tensor([1.0, bad, 1.0])
+        optimizer.step(1)
+        assert not optimizer.is_good() and torch.equal(weight, before[0])
+        assert all(torch.equal(value, before[1][name]) for name, value in optimizer.adamw.state[weight].items())
+    weight.grad = torch.ones(3)
+    optimizer.step(1)
+    assert not torch.equal(weight, before[0]) and optimizer.is_good()
+    for _ in range(MAX_BAD_STEPS + 1):
+        optimizer.is_good()
+        weight.grad = torch.full((3,), float("inf"))
+        optimizer.step(0)
+    with pytest.raises(errors.CheckFailed, match="diverged"):
+        optimizer.is_good()
+
+
+def test_eight_bit_averages_skip_and_come_back_bit_for_bit(tmp_path):
+    """A table of 256 values and a number of a byte each, for weights of 4,096 numbers and more."""
+    from training import checkpoints
+
+    def train(optimizer, weight, steps):
+        for step in steps:
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step(step)
+
+    def make(start=None):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(64, 64)
+        if start is not None:
+            module.load_state_dict(start)
+        module.save_pretrained = lambda folder, **_: None
+        module.bias.requires_grad_(False)
+        return {"unet": module}, make_optimizer([module.weight], use_8bit=True)
+
+    modules, optimizer = make()
+    train(optimizer, modules["unet"].weight, range(2))
+    assert optimizer.adamw.state[modules["unet"].weight]["state1"].dtype == torch.uint8
+    before = modules["unet"].weight.detach().clone()
+    modules["unet"].weight.grad = torch.full((64, 64), float("inf"))
+    optimizer.step(2)
+    assert torch.equal(modules["unet"].weight, before) and not optimizer.is_good()
+    checkpoints.write_state(tmp_path, modules, optimizer.adamw)
+    again, restored = make(modules["unet"].state_dict())
+    checkpoints.restore_optimizer(tmp_path, again, restored.adamw)
+    for each, its in ((optimizer, modules), (restored, again)):
+        train(each, its["unet"].weight, range(2, 5))
+    assert torch.equal(modules["unet"].weight, again["unet"].weight) and not torch.equal(before, again["unet"].weight)
+
+
+def test_skipped_steps_leave_the_others_as_they_would_be_without_them():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [make_optimizer([weight]) for weight in weights]
+    for step, bad in enumerate((True, False, True, False, False)):
+        for weight, optimizer, skips in zip(weights, optimizers, (False, True), strict=True):
+            if bad and not skips:
+                continue
+            weight.grad = torch.full((3,), float("nan")) if bad else torch.arange(3.0) + step
+            optimizer.step(0)
+    assert torch.equal(*weights)
+
+
+def test_a_run_in_bf16_goes_on_in_fp16(monkeypatch):
+    """`auto` takes the type that the GPU at hand computes in; a run in bf16 leaves no loss scale."""
+    config = {"lr": 0.1, "adam_weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler": "constant"}
+    config |= {"lr_warmup_steps": 0, "max_train_steps": 4}
+    monkeypatch.setattr(training.optimizer.checkpoints, "restore_optimizer", lambda *arguments: None)
+    place = workers.Place(0, 1, torch.device("cpu"))
+    for earlier, later in ((torch.bfloat16, torch.float16), (torch.float16, torch.float16)):
+        modules = {"unet": torch.nn.Linear(2, 2)}
+        scaler = training.optimizer.make_optimizer(config, modules, place, earlier, None).scaler
+        manifest = {"scaler": scaler.state_dict()}
+        monkeypatch.setattr(training.optimizer.folders, "read_manifest", lambda folder, manifest=manifest: manifest)
+        assert training.optimizer.make_optimizer(config, modules, place, later, "folder").scaler.get_scale() == 2**16
+
+
+def test_learning_rate_is_a_function_of_the_step():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = Optimizer([weight], 1.0, 0.0, 1.0, False, torch.device("cpu"), ("linear", 2, 6))
+    assert [optimizer.lr(step) for step in range(6)] == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])
+
+
+def test_the_last_line_of_a_log_however_long_it_is(tmp_path):
+    log = tmp_path / logs.LOG
+    assert logs.read_last_line(log) is None
+    log.write_text("")
+    assert logs.read_last_line(log) is None
+    log.write_text("".join(f'{{"step": {step}}}\n' for step in range(5000)) + '{"step": 5000, "lo')
+    assert log.stat().st_size > 2 * logs.MAX_LINE
+    assert logs.read_last_line(log) == {"step": 4999}
+
+
+def test_log_drops_what_lies_past_the_step_it_continues_from(tmp_path):
+    log = logs.StepLog(tmp_path, 0)
+    for step in (1, 2, 3):
+        log.write(step, loss=float(step), grad_norm=float("nan"))
+    log.close()
+    with (tmp_path / logs.LOG).open("a") as file:
+        file.write('{"step": 4, "lo')  # cut short by a kill
+    logs.StepLog(tmp_path, 2).close()
+    lines = folders.read_json_lines(tmp_path / logs.LOG)
+    assert lines == [{"step": step, "loss": float(step), "grad_norm": None} for step in (1, 2)]
