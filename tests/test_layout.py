@@ -1,0 +1,73 @@
+"""The layout is a check: which way imports point, and what a newcomer finds where."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ROOMS = ("common", "pipelines", "training", "pretraining", "evaluation")
+TACH = Path(sys.executable).with_name("tach")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the code alone."""
+    folder = tmp_path_factory.mktemp("layout")
+    for path in (ROOT / "pyproject.toml", *ROOT.glob("*.py")):
+        shutil.copy(path, folder)
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def check(tree):
+    done = subprocess.run([TACH, "check"], cwd=tree, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_imports_point_down(tree):
+    code, said = check(tree)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("common/images.py", "from utils import row_rng"),
+        ("common/errors.py", "from pipelines.configs import read_index"),
+        ("utils.py", "from pipelines import loading"),
+        ("pipelines/drawing.py", "import dataset"),
+        ("pipelines/tokens.py", "from training.loop import train_steps"),
+        ("dataset.py", "from training import checkpoints"),
+        ("training/loop.py", "from pretraining import streams"),
+        ("evaluation/report.py", "from training import logs"),
+        ("training/driver.py", "import train"),
+        ("pretrain.py", "import train"),
+    ],
+)
+def test_an_import_against_the_direction_fails(tree, place, line):
+    """At the top of a module or inside a function."""
+    path = tree / place
+    text = path.read_text()
+    for added in (f"{text}\n{line}\n", f"{text}\n\ndef later():\n    {line}\n"):
+        path.write_text(added)
+        code, said = check(tree)
+        assert code == 1 and place in said, said
+    path.write_text(text)
+
+
+def test_each_room_says_what_it_holds():
+    """The docstring of a package names its modules, all of them."""
+    for room in ROOMS:
+        text = (ROOT / room / "__init__.py").read_text()
+        assert text.startswith('"""') and text.count('"""') == 2
+        for path in (ROOT / room).glob("*.py"):
+            assert path.name == "__init__.py" or path.stem in text, path
+
+
+def test_the_top_level_holds_what_a_person_runs():
+    scripts = {"cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate"}
+    assert {path.stem for path in ROOT.glob("*.py")} == scripts | {"dataset", "utils"}
