@@ -1,9 +1,13 @@
-"""What train.py trains on: pairs of photos and class images, the cache of their latents, and batches."""
+"""What train.py trains on: pairs of photos and class images, the latent cache, and batches."""
+
+from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,9 +17,15 @@ from common.folders import publish, read_manifest, recover, staging
 from common.images import draw_crop, read_image, read_size, to_pixel_values
 from common.messages import Progress
 from pipelines import loading
+from pipelines.tokens import tokenize
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
 
-ENCODE_BATCH = 4  # images that the VAE takes at a time
+if TYPE_CHECKING:
+    import torch
+
+ENCODE_BATCH = 4  # images that the VAE encodes at a time
+
+Crop = tuple[int, str, int, int | None]  # number, path, image, variant: None for a class image, whose center is taken
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -24,11 +34,13 @@ ENCODE_BATCH = 4  # images that the VAE takes at a time
 
 @dataclass(frozen=True)
 class Pairs:
-    """The endless sequence of pairs of an instance and a class image that training walks through.
+    """The endless sequence of pairs of an instance image and a class image that a run trains on.
 
-    An epoch is max(num_instance, num_class) pairs, in an order that depends on (seed, epoch) alone: pair j holds
-    instance image j mod num_instance and class image j mod num_class. Each repeat of an instance image takes its
-    next variant: another crop and flip, of as many as it has repeats in an epoch, at most `max_variants`.
+    An epoch has max(num_instance, num_class) pairs in an order that depends on (seed, epoch) only. Pair j holds
+    instance image j mod num_instance and class image j mod num_class. Each repeat of an instance image uses its next
+    variant, another crop and flip; it has as many variants as repeats in an epoch, at most `max_variants`.
+
+    A row is one image to encode: variant v of instance image i is row i * num_variants + v; class images follow.
     """
 
     num_instance: int
@@ -37,111 +49,123 @@ class Pairs:
     seed: int
 
     @property
-    def pairs_per_epoch(self):
+    def pairs_per_epoch(self) -> int:
+        """Number of pairs in an epoch."""
         return max(self.num_instance, self.num_class)
 
     @property
-    def repeats(self):
-        """How often an epoch shows each instance image."""
+    def repeats(self) -> int:
+        """How many times an epoch uses each instance image."""
         return math.ceil(self.pairs_per_epoch / self.num_instance)
 
     @property
-    def num_variants(self):
+    def num_variants(self) -> int:
+        """Number of variants of each instance image."""
         return min(self.max_variants, self.repeats) if self.repeats > 1 else self.max_variants
 
     @property
-    def num_rows(self):
-        """Rows that a run of any length may use: the variants of each instance image, then the class images."""
+    def num_rows(self) -> int:
+        """Number of rows that a run of any length may use."""
         return self.num_instance * self.num_variants + self.num_class
 
-    def rows(self, position):
+    def rows(self, position: int) -> tuple[int, Any]:
         """Return the rows of the pair at `position` of the sequence: (instance, class or None)."""
         epoch, place = divmod(position, self.pairs_per_epoch)
         return self._rows_of(epoch, int(self._order(epoch)[place]))
 
-    def rows_used(self, num_pairs):
-        """Return the rows [R] that the first `num_pairs` pairs of the sequence use, in order."""
+    def rows_used(self, num_pairs: int) -> np.ndarray:
+        """Return the rows [R] that the first `num_pairs` pairs of the sequence use, in ascending order."""
         full_epochs, rest = divmod(num_pairs, self.pairs_per_epoch)
         parts = [(epoch, np.arange(self.pairs_per_epoch)) for epoch in range(min(full_epochs, self.num_variants))]
-        parts.append((full_epochs, self._order(full_epochs)[:rest]))  # whole epochs repeat after as many as variants
+        parts.append((full_epochs, self._order(full_epochs)[:rest]))  # whole epochs repeat after `num_variants`
         used = np.zeros(self.num_rows, dtype=bool)
         for part in parts:
             for rows in self._rows_of(*part)[: 1 + bool(self.num_class)]:
                 used[rows] = True
         return np.flatnonzero(used)
 
-    def _rows_of(self, epoch, j):
+    def _rows_of(self, epoch: int, j: Any) -> tuple[Any, Any]:
         variant = (epoch * self.repeats + j // self.num_instance) % self.num_variants
         instance = (j % self.num_instance) * self.num_variants + variant
         if not self.num_class:
             return instance, None
         return instance, self.num_instance * self.num_variants + j % self.num_class
 
-    def _order(self, epoch):
+    def _order(self, epoch: int) -> np.ndarray:
         return row_rng(self.seed, ORDER, epoch, 0).permutation(self.pairs_per_epoch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The cache of VAE posteriors
+# The latent cache
 
 
 class PosteriorEncoder:
-    """Decodes, crops and encodes some rows: the work of one actor while the cache is filled."""
+    """Decodes, crops and encodes images: the work of one actor while the cache is filled."""
 
-    def __init__(self, model_dir, resolution, random_crop, random_flip, seed, mixed_precision="no", num_threads=None):
+    def __init__(
+        self,
+        model_dir: str,
+        resolution: int,
+        random_crop: bool,
+        random_flip: bool,
+        seed: int,
+        mixed_precision: str = "no",
+        num_threads: int | None = None,
+    ) -> None:
         import torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         loading.set_up_torch(self.device, num_threads, mixed_precision)
-        # float32: computed once, and SDXL's VAE overflows in float16.
+        # float32, because this is computed once, and because SDXL's VAE overflows in float16.
         self.vae = loading.load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
         self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed
 
-    def __call__(self, item):
-        """Return {"crops": [R], "mean": [R, c, h, w], "std"}, float16, of {"crops": [(number, path, image, variant)]}.
+    def __call__(self, item: dict[str, list[Crop]]) -> dict[str, np.ndarray]:
+        """Return {"crops": [R], "mean": [R, c, h, w], "std"}, float16, of {"crops": crops to encode}.
 
-        A class image has no variant (None): its centre is taken. The VAE always takes ENCODE_BATCH images: one that is
-        alone comes out a little differently, and a cache that is completed later would be another.
+        The VAE always encodes ENCODE_BATCH images: an image on its own comes out slightly different, and a cache that
+        is completed later would differ from one that is filled at once.
         """
         import torch
 
         crops = item["crops"]
         pixel_values = [self._pixel_values(*crop[1:]) for crop in crops]
-        pixel_values = np.stack(pixel_values + pixel_values[:1] * (ENCODE_BATCH - len(crops)))
+        batch = np.stack(pixel_values + pixel_values[:1] * (ENCODE_BATCH - len(crops)))
         with torch.inference_mode():
-            posterior = loading.encode_posterior(self.vae, torch.from_numpy(pixel_values).to(self.device))
+            posterior = loading.encode_posterior(self.vae, torch.from_numpy(batch).to(self.device))
         mean, std = (each[: len(crops)].cpu().numpy().astype(np.float16) for each in posterior)
         return {"crops": np.array([crop[0] for crop in crops]), "mean": mean, "std": std}
 
-    def _pixel_values(self, path, image, variant):
+    def _pixel_values(self, path: str, image: int, variant: int | None) -> np.ndarray:
         rng = None if variant is None else row_rng(self.seed, CROP, variant, image)
         return to_pixel_values(read_image(path), self.resolution, rng, self.random_crop, self.random_flip)
 
 
-def cache_posteriors(folder, pairs, num_pairs, instance_images, class_images, encoder_options, made_from=None, **pool):
-    """Encode what the first `num_pairs` pairs use, with Ray Data, into `folder`; return at once where all is there.
+def cache_posteriors(
+    folder: str,
+    pairs: Pairs,
+    num_pairs: int,
+    instance_images: list[Path],
+    class_images: list[Path],
+    encoder_options: dict[str, Any],
+    made_from: dict[str, Any] | None = None,
+    **pool: Any,
+) -> None:
+    """Encode the images that the first `num_pairs` pairs use into `folder`; return at once if all are there.
 
-    What a shorter run has cached is kept. encoder_options: of PosteriorEncoder; made_from: plain values that decide
-    the latents: a cache of others is made anew; pool: num_workers and the like, of map_on_actors.
+    The file has `mean` and `std` [N, c, h, w] float16, and `place` [num_rows]: the number of each row, -1 if it is not
+    encoded. A longer run adds to the cache of a shorter one. encoder_options: of PosteriorEncoder. made_from: plain
+    values that decide the latents; a cache made from others is replaced. pool: options of map_on_actors.
     """
     recover(folder)
-    images = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
+    images: list[tuple[str, int, int | None]] = []
+    images += [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
     images += [(str(path), i, None) for i, path in enumerate(class_images)]
     earlier_place = read_places(folder, pairs, made_from)
     place, crops = plan_cache(pairs.rows_used(num_pairs), earlier_place, images, encoder_options)
     if not crops:
         return
-    items = [{"crops": crops[start : start + ENCODE_BATCH]} for start in range(0, len(crops), ENCODE_BATCH)]
-    arrays = {}
-    with Progress("encode", len(crops), "images") as progress:
-        for result in map_on_actors(PosteriorEncoder, encoder_options, items, **pool):
-            for name in ("mean", "std"):
-                shape = (len(crops), *result[name].shape[1:])
-                arrays.setdefault(name, np.empty(shape, np.float16))[result["crops"]] = result[name]
-            progress.update(len(result["crops"]))
-    broken = [path for i, path, *_ in crops if not all(np.isfinite(array[i]).all() for array in arrays.values())]
-    if broken:
-        raise CheckFailed(f"the VAE gives no finite latents for {broken[0]}: check the model and the image")
+    arrays = encode_crops(crops, encoder_options, **pool)
     from safetensors.numpy import load_file, save_file
 
     if earlier_place.max() >= 0:
@@ -152,11 +176,26 @@ def cache_posteriors(folder, pairs, num_pairs, instance_images, class_images, en
         publish(beside, folder, made_from=made_from, images=[[path, variant] for path, _, variant in images])
 
 
-def read_places(folder, pairs, made_from):
-    """Return where in the cache each row is, [num_rows], -1 where it is not; no latents are read.
+def encode_crops(crops: list[Crop], encoder_options: dict[str, Any], **pool: Any) -> dict[str, np.ndarray]:
+    """Return {"mean", "std"}, [N, c, h, w] float16, of crops; raise CheckFailed if one is not finite."""
+    items = [{"crops": crops[start : start + ENCODE_BATCH]} for start in range(0, len(crops), ENCODE_BATCH)]
+    arrays: dict[str, np.ndarray] = {}
+    with Progress("encode", len(crops), "images") as progress:
+        for result in map_on_actors(PosteriorEncoder, encoder_options, items, **pool):
+            for name in ("mean", "std"):
+                shape = (len(crops), *result[name].shape[1:])
+                arrays.setdefault(name, np.empty(shape, np.float16))[result["crops"]] = result[name]
+            progress.update(len(result["crops"]))
+    broken = [path for i, path, *_ in crops if not all(np.isfinite(array[i]).all() for array in arrays.values())]
+    if broken:
+        raise CheckFailed(f"the VAE gives no finite latents for {broken[0]}: check the model and the image")
+    return arrays
 
-    A cache that is not whole, or made from something else, has no rows. It holds this as `place`, beside `mean` and
-    `std`, [N, c, h, w] float16.
+
+def read_places(folder: str, pairs: Pairs, made_from: dict[str, Any] | None) -> np.ndarray:
+    """Return the number of each row in the cache [num_rows], -1 if it is not encoded; no latents are read.
+
+    A cache that is not whole, or that was made from other values, counts as empty.
     """
     from safetensors import safe_open
 
@@ -166,20 +205,22 @@ def read_places(folder, pairs, made_from):
         return nowhere
     with safe_open(Path(folder) / "posteriors.safetensors", framework="np") as file:
         names = file.keys()
-        place = file.get_tensor("place") if "place" in names else ()  # an older version's has none
+        place = file.get_tensor("place") if "place" in names else np.empty(0)  # missing in caches of older versions
     return place if len(place) == pairs.num_rows else nowhere
 
 
-def plan_cache(rows, place, images, options):
-    """Return (place with these rows, the crops to encode for them [(number, path, image, variant)]).
+def plan_cache(
+    rows: np.ndarray, place: np.ndarray, images: list[tuple[str, int, int | None]], options: dict[str, Any]
+) -> tuple[np.ndarray, list[Crop]]:
+    """Return (place with these rows, crops to encode for them).
 
-    Crops that come out alike, say of a square photo, are encoded once. place: of read_places; images: (path, image,
-    variant) of all rows; options: of PosteriorEncoder.
+    Equal crops, such as those of a square photo, are encoded once. place: of read_places. images: (path, image,
+    variant) of all rows. options: of PosteriorEncoder.
     """
     flags = {name: options[name] for name in ("random_crop", "random_flip")}
     size_of = functools.cache(read_size)
 
-    def crop_of(row):
+    def crop_of(row: int) -> tuple:
         path, image, variant = images[row]
         if variant is None:
             return path, None
@@ -189,9 +230,9 @@ def plan_cache(rows, place, images, options):
     if not len(missing):
         return place, []
     place = place.copy()
-    known = {crop_of(row): place[row] for row in np.flatnonzero(place >= 0)}
+    known = {crop_of(row): place[row] for row in np.flatnonzero(place >= 0).tolist()}
     first, crops = place.max() + 1, []
-    for row in missing:
+    for row in missing.tolist():
         crop = crop_of(row)
         if crop not in known:
             known[crop] = first + len(crops)
@@ -204,10 +245,34 @@ def plan_cache(rows, place, images, options):
 # Batches
 
 
-class Batches:
-    """Makes training batches from the mapped cache: batch (step, pairs) is the same on whatever worker asks for it."""
+def encode_prompts(
+    model_dir: str, prompts: Sequence[str], text_encoder: Any, device: torch.device
+) -> list[torch.Tensor]:
+    """Return prompt_ids [L] of each prompt; if the text encoder is frozen, its prompt_embeds [L, D], computed once.
 
-    def __init__(self, cache_dir, pairs, instance_prompt, class_prompt, seed, num_train_timesteps):
+    text_encoder: the frozen one, None if it is trained.
+    """
+    import torch
+
+    prompt_ids = [torch.tensor(ids) for ids in tokenize(model_dir, prompts)]
+    if text_encoder is None:
+        return prompt_ids
+    with torch.no_grad():
+        return [text_encoder(ids[None].to(device))[0][0].cpu() for ids in prompt_ids]
+
+
+class Batches:
+    """Makes training batches from the cache, which it maps into memory: the same batches on whatever worker."""
+
+    def __init__(
+        self,
+        cache_dir: str | Path,
+        pairs: Pairs,
+        instance_prompt: torch.Tensor,
+        class_prompt: torch.Tensor,
+        seed: int,
+        num_train_timesteps: int,
+    ) -> None:
         from safetensors.torch import load_file
 
         self.cache = load_file(Path(cache_dir) / "posteriors.safetensors")
@@ -215,7 +280,7 @@ class Batches:
         self.pairs, self.seed, self.num_train_timesteps = pairs, seed, num_train_timesteps
         self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}
 
-    def __call__(self, step, first_pair, num_pairs, pairs_per_step):
+    def __call__(self, step: int, first_pair: int, num_pairs: int, pairs_per_step: int) -> dict[str, torch.Tensor]:
         """Return pairs first_pair ... of the `pairs_per_step` of optimizer step `step`, as `collate` lays them out."""
         numbers = range(first_pair, first_pair + num_pairs)
         picked = {number: self.pairs.rows(step * pairs_per_step + number) for number in numbers}
@@ -224,7 +289,7 @@ class Batches:
             rows += [self._row(step, number, CLASS_NOISE, row) for number, (_, row) in picked.items()]
         return collate(rows)
 
-    def _row(self, step, number, stream, row):
+    def _row(self, step: int, number: int, stream: int, row: int) -> dict[str, torch.Tensor]:
         import torch
 
         place = int(self.place[row])
@@ -240,11 +305,11 @@ class Batches:
         }
 
 
-def collate(rows):
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack rows into a batch: B instance rows, then (with prior preservation) B class rows, in all fields alike.
 
     mean, std, noise, posterior_noise: [2B, c, h, w] float32; timesteps: [2B] int64;
-    prompt: prompt_ids [2B, L] int64, or prompt_embeds [2B, L, D] where the text encoder is frozen.
+    prompt: prompt_ids [2B, L] int64, or prompt_embeds [2B, L, D] if the text encoder is frozen.
     """
     import torch
 

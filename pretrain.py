@@ -1,8 +1,8 @@
 """Train the UNet of a Stable Diffusion model on images and captions: DDPM loss on latents, Ray Train with DDP or FSDP.
 
-Reads a model folder (VAE, text encoder, scheduler, the UNet's configuration) and latents of preprocess.py, or with
---online raw data; writes the whole pipeline to --output_dir, checkpoints and logs to --storage_path. Run the command
-again to continue.
+Reads a model folder (VAE, text encoder, scheduler, the configuration of the UNet) and latents from preprocess.py, or
+images and captions with --online. Writes the whole pipeline to --output_dir, checkpoints and logs to --storage_path.
+Run the command again to continue.
 
     python pretrain.py --data data/latents --model_dir models/emoji-64 --output_dir data/base --max_steps 20 \\
         --batch_size_per_worker 8 --num_workers 0
@@ -10,10 +10,9 @@ again to continue.
         --strategy fsdp --fsdp_sharding SHARD_GRAD_OP
 """
 
-import argparse
 import contextlib
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,12 +28,22 @@ from pretraining.latents import LatentEncoder, LatentFiles, open_latents
 from pretraining.loader import add_raw_data_flags, loader_options
 from pretraining.raw_data import list_sources
 from pretraining.resources import share_with_loaders
-from pretraining.streams import Order, RawImages, ahead, hold_out, make_load, training_batches, validation_batches
-from training import checkpoints, driver, loop, parallel, resuming, workers
+from pretraining.streams import (
+    Batching,
+    Order,
+    RawImages,
+    ahead,
+    hold_out,
+    make_load,
+    training_batches,
+    validation_batches,
+)
+from training import checkpoints, driver, flags, loop, parallel, resuming, workers
 from training.optimizer import make_optimizer
 from training.publishing import pretraining_card, publish_pipeline
+from training.task import Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
 
-# Flags that decide the weights that come out: a run continues only under the same.
+# Flags that decide the trained weights: a run continues only with the same values.
 SETTINGS = """
     resolution prescaled_latents num_validation_rows online init_from_pretrained lr lr_scheduler lr_warmup_steps
     adam_weight_decay max_grad_norm snr_gamma ema_decay caption_dropout shuffle_window seed mixed_precision
@@ -45,84 +54,130 @@ def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
     _add_data_flags(parser)
+    _add_model_flags(parser)
     _add_training_flags(parser)
     group = cli.add_shared_flags(parser)
-    group.add_argument("--num_workers", type=cli.non_negative_int, help="0: this process; default: one a GPU, or 1")
-    loading = "of each worker: actors that read, or encode with --online (default 1); 0: a thread reads, itself encodes"
-    group.add_argument("--num_data_loading_workers", type=cli.non_negative_int, help=loading)
-    group.add_argument("--prefetch_batches", type=cli.positive_int, default=4, help="batches made ahead of their step")
-    group.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp", help="how workers share the UNet")
-    group.add_argument("--fsdp_sharding", choices=parallel.SHARDINGS, default="FULL_SHARD", help="what FSDP splits")
+    num_workers = "number of Ray Train workers; 0 trains in this process without Ray; default: one per GPU, or 1"
+    group.add_argument("--num_workers", type=cli.non_negative_int, help=num_workers)
+    loading_workers = "number of actors per worker that read data, or encode it with --online; 0 reads in a thread of "
+    loading_workers += "the worker and encodes in the worker; default: 1 with --online, else 0"
+    group.add_argument("--num_data_loading_workers", type=cli.non_negative_int, help=loading_workers)
+    prefetch = "number of batches that a worker makes before they are needed"
+    group.add_argument("--prefetch_batches", type=cli.positive_int, default=4, help=prefetch)
+    strategy = "ddp: each worker holds the whole UNet; fsdp: the workers share its weights"
+    group.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp", help=strategy)
+    sharding = "what FSDP shards, under the names of PyTorch's ShardingStrategy"
+    group.add_argument("--fsdp_sharding", choices=parallel.SHARDINGS, default="FULL_SHARD", help=sharding)
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
-    if args.lr_warmup_steps and args.lr_scheduler == "constant":
-        parser.error("--lr_warmup_steps does nothing with --lr_scheduler constant: take constant_with_warmup")
+    flags.check_schedule(parser, args)
     if args.online and args.prescaled_latents:
-        parser.error("--prescaled_latents is about latents, --online reads images: leave one out")
+        parser.error("--prescaled_latents describes latents, but --online reads images: give one of them")
     if args.unet_config and args.init_from_pretrained:
-        parser.error("--unet_config makes a new UNet, --init_from_pretrained takes the model's: leave one out")
+        parser.error("--unet_config makes a new UNet, --init_from_pretrained loads the model's: give one of them")
     return args
 
 
 def _add_data_flags(parser):
     group = parser.add_argument_group("data")
-    group.add_argument("--data", required=True, help="folder or URI of latents; of raw data with --online")
-    group.add_argument("--online", action="store_true", help="encode raw data on the fly")
-    group.add_argument("--resolution", type=cli.positive_int, help="pixels a side; default: the model's")
-    group.add_argument("--latents_column", help="column of latents; default: image_latents_RESOLUTION")
-    group.add_argument("--caption_latents_column", help="default: caption_latents or caption_embeddings")
-    group.add_argument("--prescaled_latents", action="store_true", help="the latents are one scaled sample each: the "
-                       "published layout without metadata.json")  # fmt: skip
-    group.add_argument("--num_validation_rows", type=cli.non_negative_int, default=0, help="last rows, held out")
-    group.add_argument("--shuffle_window", type=cli.positive_int, default=16, help="files' row groups mixed at a time")
+    data = "folder or URI of latents from preprocess.py; with --online, of images and captions"
+    group.add_argument("--data", required=True, help=data)
+    group.add_argument("--online", action="store_true", help="read images and captions and encode them while training")
+    side = "width and height in pixels to train on; default: the model's resolution"
+    group.add_argument("--resolution", type=cli.positive_int, help=side)
+    group.add_argument("--latents_column", help="column of image latents; default: image_latents_RESOLUTION")
+    captions = "column of caption embeddings; default: caption_latents or caption_embeddings"
+    group.add_argument("--caption_latents_column", help=captions)
+    scaled = "the latents are scaled samples, without a standard deviation and metadata.json, as in published data sets"
+    group.add_argument("--prescaled_latents", action="store_true", help=scaled)
+    rows = "number of rows at the end of the data that are held out for the validation loss"
+    group.add_argument("--num_validation_rows", type=cli.non_negative_int, default=0, help=rows)
+    window = "number of row groups that are shuffled together"
+    group.add_argument("--shuffle_window", type=cli.positive_int, default=16, help=window)
     add_raw_data_flags(parser.add_argument_group("raw data (with --online)"))
 
+
+def _add_model_flags(parser):
     group = parser.add_argument_group("model")
-    group.add_argument("--model_dir", required=True, help="pipeline with the VAE, text encoder and scheduler")
-    group.add_argument("--unet_config", help="config.json of the UNet to make; default: that of --model_dir")
-    group.add_argument("--init_from_pretrained", action="store_true", help="start from the UNet of --model_dir")
-    group.add_argument("--output_dir", required=True, help="folder for the pipeline; appears when it is whole")
-    group.add_argument("--storage_path", help="folder of experiments; default: that of --output_dir")
-    group.add_argument("--experiment_name", help="folder in it for checkpoints and logs; default: OUTPUT_DIR.work")
-    group.add_argument("--overwrite", action="store_true", help="drop an earlier run of other settings")
-    group.add_argument("--sample_prompts", action="append", default=[], help="drawn for the model card; repeatable")
-    group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help="of the pictures of those")
+    model = "folder of the pipeline with the VAE, text encoder and scheduler"
+    group.add_argument("--model_dir", required=True, help=model)
+    config = "config.json of the UNet to initialize randomly; default: the configuration of the model's UNet"
+    group.add_argument("--unet_config", help=config)
+    group.add_argument("--init_from_pretrained", action="store_true", help="start from the weights of the model's UNet")
+    output = "folder of the trained pipeline; it appears when it is complete"
+    group.add_argument("--output_dir", required=True, help=output)
+    group.add_argument("--storage_path", help="folder of experiments; default: the parent folder of --output_dir")
+    name = "name of the folder in --storage_path for checkpoints and logs; default: OUTPUT_DIR.work"
+    group.add_argument("--experiment_name", help=name)
+    group.add_argument("--overwrite", action="store_true", help="replace an earlier run of other settings")
+    prompts = "prompt to draw a sample of for the model card; may be repeated"
+    group.add_argument("--sample_prompts", action="append", default=[], help=prompts)
+    scale = "classifier-free guidance scale of the samples"
+    group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help=scale)
 
 
 def _add_training_flags(parser):
     group = parser.add_argument_group("training")
-    group.add_argument("--max_steps", type=cli.positive_int, help="optimizer steps; overrides --max_epochs")
-    group.add_argument("--max_epochs", type=cli.positive_int, default=1, help="passes over the data")
-    group.add_argument("--batch_size_per_worker", type=cli.positive_int, default=32, help="rows a worker takes")
-    group.add_argument("--gradient_accumulation_steps", type=cli.positive_int, default=1, help="batches a step")
-    group.add_argument("--lr", type=cli.positive_float, default=1e-4, help="learning rate")
-    schedules = ("constant", "constant_with_warmup", "linear", "cosine")
-    group.add_argument("--lr_scheduler", choices=schedules, default="constant_with_warmup", help="its course")
-    group.add_argument("--lr_warmup_steps", type=cli.non_negative_int, default=10000, help="steps of linear warm-up")
-    group.add_argument("--adam_weight_decay", type=cli.non_negative_float, default=1e-2, help="AdamW's")
-    group.add_argument("--max_grad_norm", type=cli.positive_float, default=1.0, help="gradients are clipped to this")
-    group.add_argument("--snr_gamma", type=cli.positive_float, help="weigh rows by min-SNR with this gamma, say 5")
-    group.add_argument("--ema_decay", type=cli.fraction, default=0.9999, help="of the averaged weights; 0: none")
-    group.add_argument("--caption_dropout", type=cli.fraction, default=0.1, help="share of rows without a caption")
-    group.add_argument("--gradient_checkpointing", action="store_true", help="less memory, a third more time")
-    group.add_argument("--seed", type=cli.seed, default=0, help="seed of weights, order and noise")
+    steps = "length of the run in optimizer steps; overrides --max_epochs"
+    group.add_argument("--max_steps", type=cli.positive_int, help=steps)
+    epochs = "length of the run in passes over the data"
+    group.add_argument("--max_epochs", type=cli.positive_int, default=1, help=epochs)
+    batch = "number of rows in a batch of one worker"
+    group.add_argument("--batch_size_per_worker", type=cli.positive_int, default=32, help=batch)
+    accumulation = "batches of a worker in one optimizer step"
+    group.add_argument("--gradient_accumulation_steps", type=cli.positive_int, default=1, help=accumulation)
+    flags.add_optimizer_flags(group, 1e-4, "constant_with_warmup", 10000, ("--lr",))
+    ema = "decay of the exponential moving average of the weights; 0 keeps no average"
+    group.add_argument("--ema_decay", type=cli.fraction, default=0.9999, help=ema)
+    dropout = "share of the rows that are trained without caption, for classifier-free guidance"
+    group.add_argument("--caption_dropout", type=cli.fraction, default=0.1, help=dropout)
+    group.add_argument("--seed", type=cli.seed, default=0, help="seed of new weights, row order, noise and timesteps")
 
     group = parser.add_argument_group("checkpoints and logs")
-    group.add_argument("--validation_steps", type=cli.positive_int, default=1000, help="steps between validations")
-    group.add_argument("--checkpointing_steps", type=cli.positive_int, default=1000, help="steps between checkpoints")
-    limit = "newest checkpoints to keep while it trains"
-    group.add_argument("--checkpoints_total_limit", type=cli.positive_int, default=2, help=limit)
-    keep = "keep checkpoints once the result is published, so that a longer run can go on"
-    group.add_argument("--keep_checkpoints", action=argparse.BooleanOptionalAction, default=True, help=keep)
-    group.add_argument("--log_every", type=cli.positive_int, default=10, help="steps between lines of log.jsonl")
+    between = "number of steps between two computations of the validation loss"
+    group.add_argument("--validation_steps", type=cli.positive_int, default=1000, help=between)
+    flags.add_checkpoint_flags(group, 1000, keep=True, what="checkpoints")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A step
 
 
+@dataclass(frozen=True)
+class Pretraining:
+    """What a worker learns, and from which data.
+
+    unet: configuration of the UNet. pool: options of map_on_actors. online: whether `data` are the fields of RawImages,
+    else of LatentFiles. rows_per_step: rows in one optimizer step of all workers.
+    """
+
+    unet: dict
+    init_from_pretrained: bool
+    strategy: str
+    fsdp_sharding: str
+    ema_decay: float
+    snr_gamma: float | None
+    online: bool
+    data: dict
+    pool: dict
+    num_validation_rows: int
+    shuffle_window: int
+    prefetch_batches: int
+    batch_size_per_worker: int
+    rows_per_step: int
+    caption_dropout: float
+    sample_prompts: list
+
+
+@dataclass(frozen=True)
+class PretrainTask(Task):
+    """What a worker of pretrain.py has to know."""
+
+    pretraining: Pretraining
+
+
 def denoising_losses(model, batch, noise_scheduler, vae_config, snr_gamma=None):
-    """Return each row's loss [B] of a batch of streams.with_noise: arXiv 2006.11239, eq. 14, on latents.
+    """Return the loss of each row [B] of a batch of streams.with_noise: arXiv 2006.11239, eq. 14, on latents.
 
     A batch without "std" holds scaled latents.
     """
@@ -138,14 +193,14 @@ def denoising_losses(model, batch, noise_scheduler, vae_config, snr_gamma=None):
 
 
 def training_step(batch, **options):
-    """Return (loss,) of a batch: the mean over its rows."""
+    """Return (loss,) of a batch: the mean over its rows; options: of denoising_losses."""
     return (denoising_losses(batch=batch, **options).mean(),)
 
 
 def validation_loss(batches, place, dtype, **options):
-    """Return the mean loss of the held-out rows, on all workers: [(batch, weights)] of streams.validation_batches.
+    """Return the mean loss of the held-out rows, over all workers.
 
-    options: of `denoising_losses`, the model among them.
+    batches: [(batch, weights)] of streams.validation_batches; options: of denoising_losses.
     """
     import torch
 
@@ -158,59 +213,77 @@ def validation_loss(batches, place, dtype, **options):
     return place.mean(total).item() * place.world_size
 
 
-def load_unet(config, place, folder):
-    """Return the UNet to train: of checkpoint `folder`, of the model, or new with weights by the seed."""
+def load_unet(
+    unet_config, model_dir, place, folder, seed, from_pretrained=False, gradient_checkpointing=False, channels_last=True
+):
+    """Return the UNet to train: from checkpoint `folder`, from the model, or new with random weights by the seed."""
     import torch
     from diffusers import UNet2DConditionModel
 
-    if folder or config["init_from_pretrained"]:
-        unet = loading.load_models(config["model_dir"], ("unet",), torch.float32, folder)["unet"]
+    if folder or from_pretrained:
+        unet = loading.load_models(model_dir, ("unet",), torch.float32, folder)["unet"]
     else:
-        torch.manual_seed(config["seed"])
-        unet = UNet2DConditionModel.from_config(config["unet"])
-    unet.register_to_config(sample_size=config["unet"]["sample_size"])
-    if config["gradient_checkpointing"]:
+        torch.manual_seed(seed)
+        unet = UNet2DConditionModel.from_config(unet_config)
+    unet.register_to_config(sample_size=unet_config["sample_size"])
+    if gradient_checkpointing:
         unet.enable_gradient_checkpointing()
     unet = unet.to(place.device).train()
-    return unet if config["strategy"] == "fsdp" else unet.to(memory_format=torch.channels_last)
+    return unet.to(memory_format=torch.channels_last) if channels_last else unet
 
 
-def encode_no_caption(config, place):
-    """Return the empty caption's embedding, [L, D] float32."""
-    encoder = LatentEncoder(config["model_dir"], (), 1, config["mixed_precision"], config.get("num_threads"))
-    return encoder.encode_captions([""])[0].astype("float32")
+def make_batches(task, place, first_step, num_train_timesteps):
+    """Return (iterator over this worker's training batches from `first_step` on, list of its validation batches)."""
+    config, compute = task.pretraining, task.compute
+    data = (RawImages if config.online else LatentFiles)(**config.data)
+    load = make_load(data, config.pool)
+    chunk_rows, held_out = hold_out(data.chunk_rows, config.num_validation_rows)
+    order = Order(chunk_rows, place.rank, place.world_size, config.shuffle_window, task.schedule.seed)
+    encoder = LatentEncoder(task.output.model_dir, (), 1, compute.mixed_precision, compute.num_threads)
+    no_caption = encoder.encode_captions([""])[0].astype("float32")
+    batching = Batching(
+        config.batch_size_per_worker,
+        task.schedule.gradient_accumulation_steps,
+        config.caption_dropout,
+        task.schedule.seed,
+        num_train_timesteps,
+    )
+    batches = training_batches(order, load, first_step, task.schedule.max_train_steps, batching, no_caption)
+    if config.pool["num_workers"] or not config.online:  # encoding in this process alternates with the steps
+        batches = ahead(batches, config.prefetch_batches)
+    return batches, validation_batches(held_out, load, place, batching) if held_out else []
 
 
-def prepare(config, place):
-    """Return the training.Run of a worker: everything stands where the newest checkpoint left it."""
+def prepare(task, place):
+    """Return the loop.Run of a worker, restored from the newest checkpoint."""
     from diffusers import DDPMScheduler
 
-    loading.set_up_torch(place.device.type, config.get("num_threads"), config["mixed_precision"])
-    dtype = loading.compute_dtype(config["mixed_precision"], place.device.type, place.any)
-    step, folder = checkpoints.newest_checkpoint(config["work_dir"])
-    unet = load_unet(config, place, folder)
-    model = parallel.wrap(unet, place, config["strategy"], config["fsdp_sharding"], dtype)
-    optimizer = make_optimizer(config, {"unet": unet}, place, dtype, folder)
-    ema = parallel.Ema(unet.parameters(), config["ema_decay"]) if config["ema_decay"] else None
+    config, schedule, compute, model_dir = task.pretraining, task.schedule, task.compute, task.output.model_dir
+    loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
+    dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
+    step, folder = checkpoints.newest_checkpoint(task.output.work_dir)
+    unet = load_unet(
+        config.unet,
+        model_dir,
+        place,
+        folder,
+        schedule.seed,
+        from_pretrained=config.init_from_pretrained,
+        gradient_checkpointing=compute.gradient_checkpointing,
+        channels_last=config.strategy != "fsdp",
+    )
+    model = parallel.wrap(unet, place, config.strategy, config.fsdp_sharding, dtype)
+    optimizer = make_optimizer(task.optimization, schedule.max_train_steps, {"unet": unet}, place, dtype, folder)
+    ema = parallel.Ema(unet.parameters(), config.ema_decay) if config.ema_decay else None
     if folder and ema:
         checkpoints.restore_averages(folder / "ema" / "unet", unet, ema)
-    noise_scheduler = DDPMScheduler.from_pretrained(config["model_dir"], subfolder="scheduler")
-    config = {**config, "num_train_timesteps": noise_scheduler.config.num_train_timesteps}
-
-    data = (RawImages if config["online"] else LatentFiles)(**config["data_options"])
-    load = make_load(data, config["pool"])
-    chunk_rows, held_out = hold_out(data.chunk_rows, config["num_validation_rows"])
-    order = Order(chunk_rows, place.rank, place.world_size, config["shuffle_window"], config["seed"])
-    no_caption = encode_no_caption(config, place)
-    batches = training_batches(order, load, step, config["max_train_steps"], config, no_caption)
-    if config["pool"]["num_workers"] or not config["online"]:  # what encodes in this process takes turns with the steps
-        batches = ahead(batches, config["prefetch_batches"])
-    held_out = validation_batches(held_out, load, place, config) if held_out else []
-    options = {"model": model, "noise_scheduler": noise_scheduler, "snr_gamma": config["snr_gamma"]}
-    options["vae_config"] = read_config(config["model_dir"], "vae")
+    noise_scheduler = DDPMScheduler.from_pretrained(model_dir, subfolder="scheduler")
+    batches, held_out = make_batches(task, place, step, noise_scheduler.config.num_train_timesteps)
+    options = {"model": model, "noise_scheduler": noise_scheduler, "snr_gamma": config.snr_gamma}
+    options["vae_config"] = read_config(model_dir, "vae")
 
     def validate(step):
-        if not held_out or not loop.is_due(step, config["validation_steps"], config["max_train_steps"]):
+        if not held_out or not loop.is_due(step, schedule.validation_steps, schedule.max_train_steps):
             return {}
         with ema.in_place() if ema else contextlib.nullcontext():
             return {"validation_loss": validation_loss(held_out, place, dtype, **options)}
@@ -237,18 +310,33 @@ def prepare(config, place):
 
 
 def train_loop(config):
-    """Train on one worker from the newest checkpoint to `max_train_steps`; rank 0 logs and publishes."""
+    """Train on one worker from the newest checkpoint to the last step; rank 0 logs and publishes."""
+    task = from_plain(PretrainTask, config)
     with no_gc.no_gc():
-        place = workers.find_place(config["num_workers"])
-        run = prepare(config, place)
-    first, last = run.step, config["max_train_steps"]
-    step = loop.train_steps(run, config, place)
-    del run  # the optimizer's memory, for the pipeline
+        place = workers.find_place(task.compute.num_workers)
+        run = prepare(task, place)
+    first, last = run.step, task.schedule.max_train_steps
+    step = loop.train_steps(run, task, place)
+    del run  # frees the optimizer's memory for the pipeline
     if place.rank == 0 and step >= last:
-        folder = checkpoints.checkpoint_path(config["work_dir"], step)
-        weights = folder / "ema" if config["ema_decay"] else folder
-        publish_pipeline(config, step, place.device, weights, config["sample_prompts"], pretraining_card)
+        publish(task, step, place.device)
     return {"step": step, "trained": step - first, "stopped": step < last}
+
+
+def publish(task, step, device):
+    """Publish the pipeline with the UNet of checkpoint `step`, or its moving average, with a model card."""
+    output, config = task.output, task.pretraining
+    card = partial(
+        pretraining_card,
+        model_dir=output.model_dir,
+        output_dir=output.output_dir,
+        sample_prompts=config.sample_prompts,
+        rows_per_step=config.rows_per_step,
+        settings={**output.settings, "max_train_steps": step},
+    )
+    folder = checkpoints.checkpoint_path(output.work_dir, step)
+    weights = folder / "ema" if config.ema_decay else folder
+    publish_pipeline(output, task.images, step, device, weights, config.sample_prompts, card)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,7 +344,7 @@ def train_loop(config):
 
 
 def open_data(args):
-    """Return LatentFiles or RawImages of --data, checked against the model; nothing is decoded."""
+    """Return the LatentFiles or RawImages of --data, checked against the model; nothing is decoded."""
     if not args.online:
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
         return open_latents(args.data, args.model_dir, args.resolution, *columns)
@@ -268,7 +356,7 @@ def open_data(args):
 
 
 def read_inputs(args):
-    """Check the model, the data and the flags; return (settings of the run, the data)."""
+    """Check the model, the data and the flags; return (settings of the run, data)."""
     check_pipeline(args.model_dir)
     args.resolution = args.resolution or model_resolution(args.model_dir)
     check_resolution(args.model_dir, "--resolution", args.resolution)
@@ -287,46 +375,50 @@ def read_inputs(args):
 
 
 def plan_steps(args, settings, data, num_workers):
-    """Add the rows of a step to `settings`, whatever workers share them, and return the steps to train for."""
+    """Add the rows of a step, of all workers together, to `settings`; return the number of steps to train for."""
     total = sum(data.chunk_rows)
     rows = total - args.num_validation_rows
     per_step = args.batch_size_per_worker * args.gradient_accumulation_steps * max(1, num_workers)
     settings["rows_per_step"] = per_step
     if rows <= 0:
-        raise BadInput(f"--num_validation_rows {args.num_validation_rows} leaves nothing of {total} rows")
+        raise BadInput(f"--num_validation_rows {args.num_validation_rows} leaves no rows to train on, of {total}")
     driver.check_batch(rows, per_step, f"--data {args.data}", "rows")
     steps = args.max_steps or driver.steps_of(args.max_epochs * rows, per_step)
     if not args.lr_scheduler.startswith("constant"):
-        settings["max_train_steps"] = steps  # the learning rate falls towards the end
+        settings["max_train_steps"] = steps  # the learning rate depends on the last step
     return steps
 
 
-def train(args, settings, data, steps, num_workers):
-    """Run the workers; return what rank 0 says."""
+def plan_pool(args, num_workers):
+    """Return the options of map_on_actors for the actors that read, or encode, the data of one worker."""
+    count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
+    if not (num_workers and count):
+        return {"num_workers": 0}
+    resources = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
+    share = share_with_loaders(resources, num_workers, count, args.online, args.gpus_per_worker)
+    return {**share, "max_failures": args.max_failures}
+
+
+def train(args, settings, data, steps, num_workers, owner):
+    """Run the workers; return what rank 0 returns."""
     weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
     resuming.check_disk(args, weights, 3 + bool(args.ema_decay))
     check_model(args.model_dir)
-    count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
-    pool = {"num_workers": 0}
-    if num_workers and count:
-        resources = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
-        pool = share_with_loaders(resources, num_workers, count, args.online, args.gpus_per_worker)
-        pool["max_failures"] = args.max_failures
-    config = {
-        **vars(args),
-        "settings": settings,
-        "unet": settings["unet"],
-        "rows_per_step": settings["rows_per_step"],
-        "max_train_steps": steps,
-        "num_workers": num_workers,
-        "pool": pool,
-        "data_options": asdict(data),
-    }
-    return driver.run_workers(train_loop, config, **cli.placement(args))
+    pool = plan_pool(args, num_workers)
+    learned = {"unet": settings["unet"], "rows_per_step": settings["rows_per_step"], "data": asdict(data), "pool": pool}
+    task = PretrainTask(
+        output=from_flags(Output, args, settings=settings, owner=owner),
+        schedule=from_flags(Schedule, args, max_train_steps=steps),
+        optimization=from_flags(Optimization, args),
+        compute=from_flags(Compute, args, num_workers=num_workers),
+        images=from_flags(Images, args),
+        pretraining=from_flags(Pretraining, args, **learned),
+    )
+    return driver.run_workers(train_loop, task, has_loaders=bool(pool["num_workers"]), **cli.placement(args))
 
 
 def main(args):
-    """Check everything, train, and say where the result is."""
+    """Check the inputs, train, and print the result."""
     output_dir = Path(args.output_dir).resolve()
     args.work_dir = Path(args.storage_path or output_dir.parent) / (args.experiment_name or f"{output_dir.name}.work")
     args.data = absolute(args.data)

@@ -1,10 +1,18 @@
 """What two or more scripts share: random draws, targets and losses."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from common.errors import BadInput
 
-# Streams of random numbers: no two uses of one (seed, step, row) share their numbers.
+if TYPE_CHECKING:
+    import torch
+
+# Streams of random numbers: two uses of the same (seed, step, row) draw different numbers.
 INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT, SHUFFLE, ROW_NOISE, NO_CAPTION, VALIDATION = range(10)
 
 
@@ -12,25 +20,27 @@ INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT, SHUFFLE, ROW_NOISE, NO
 # Random draws
 
 
-def row_rng(seed, stream, step, row):
-    """Return the random numbers of one row: a function of these four alone, on any machine of any cluster.
+def row_rng(seed: int, stream: int, step: int, row: int) -> np.random.Generator:
+    """Return the random number generator of one row: a function of these four values, on any machine of any cluster.
 
     Philox (Salmon et al., SC11) is counter-based: the seed and the stream are its key, step and row its counter.
     """
     return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, step, row]))
 
 
-def image_seed(seed, index, attempt=0):
+def image_seed(seed: int, index: int, attempt: int = 0) -> int:
     """Return the torch seed, below 2**31, of image `index`; `attempt` counts redraws of a flagged image."""
     return int(row_rng(seed, IMAGE, attempt, index).integers(2**31))
 
 
-def step_seed(seed, step, rank):
-    """Return the torch seed of a worker's step, for what draws from torch's own generator: dropout."""
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Return the torch seed of a worker's step, for layers that use torch's own generator, such as dropout."""
     return int(row_rng(seed, DROPOUT, step, rank).integers(2**31))
 
 
-def draw_noise(seed, stream, step, row, shape, num_train_timesteps):
+def draw_noise(
+    seed: int, stream: int, step: int, row: int, shape: Sequence[int], num_train_timesteps: int
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Return (noise, posterior noise, timestep) of a training row: float32 arrays of `shape`, an int."""
     rng = row_rng(seed, stream, step, row)
     noise, posterior_noise = rng.standard_normal((2, *shape), dtype=np.float32)
@@ -41,8 +51,10 @@ def draw_noise(seed, stream, step, row, shape, num_train_timesteps):
 # Targets and losses
 
 
-def get_target(noise_scheduler, latents, noise, timesteps):
-    """Return what the UNet is to predict, [B, c, h, w], by the scheduler's `prediction_type`.
+def get_target(
+    noise_scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
+) -> torch.Tensor:
+    """Return the target of the UNet's prediction, [B, c, h, w], by the scheduler's `prediction_type`.
 
     epsilon: the noise (arXiv 2006.11239, eq. 14); v_prediction: the velocity (arXiv 2202.00512, appendix D).
     """
@@ -54,8 +66,8 @@ def get_target(noise_scheduler, latents, noise, timesteps):
     raise BadInput(f"the scheduler's prediction_type {prediction_type!r} is not epsilon or v_prediction")
 
 
-def min_snr_weights(noise_scheduler, timesteps, snr_gamma):
-    """Return each row's weight [B] of the min-SNR loss (arXiv 2303.09556, section 3.4)."""
+def min_snr_weights(noise_scheduler: Any, timesteps: torch.Tensor, snr_gamma: float) -> torch.Tensor:
+    """Return the weight of each row [B] in the min-SNR loss (arXiv 2303.09556, section 3.4)."""
     alphas_cumprod = noise_scheduler.alphas_cumprod.to(timesteps.device)[timesteps]
     snr = alphas_cumprod / (1 - alphas_cumprod)
     if noise_scheduler.config.prediction_type == "v_prediction":
@@ -63,7 +75,7 @@ def min_snr_weights(noise_scheduler, timesteps, snr_gamma):
     return snr.clamp(max=snr_gamma) / snr
 
 
-def row_losses(model_pred, target, row_weights=None):
+def row_losses(model_pred: torch.Tensor, target: torch.Tensor, row_weights: torch.Tensor | None = None) -> torch.Tensor:
     """Return the mean squared error of each row [B], in float32; model_pred, target: [B, c, h, w].
 
     row_weights: [B] or None.
@@ -72,11 +84,17 @@ def row_losses(model_pred, target, row_weights=None):
     return rows if row_weights is None else rows * row_weights
 
 
-def prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights=None):
+def prior_preserving_loss(
+    model_pred: torch.Tensor,
+    target: torch.Tensor,
+    num_instance: int,
+    prior_loss_weight: float,
+    row_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (loss, mean of the instance rows, mean of the class rows): arXiv 2208.12242, eq. 2.
 
-    model_pred, target: [B, c, h, w], first `num_instance` instance rows, then class rows (there may be none).
-    row_weights: [B] or None. Means are taken in float32.
+    model_pred, target: [B, c, h, w], first `num_instance` instance rows, then class rows, if any. row_weights: [B] or
+    None. Means are computed in float32.
     """
     rows = row_losses(model_pred, target, row_weights)  # B
     instance_loss = rows[:num_instance].mean()

@@ -198,13 +198,23 @@ def ahead(iterator, count):
             yield item
 
 
-def training_batches(order, load, first_step, last_step, config, no_caption):
-    """Yield this worker's batches of steps first_step ... last_step - 1, as `with_noise` gives them.
+@dataclass(frozen=True)
+class Batching:
+    """How rows become batches: rows of a batch, batches of a step, share of rows without caption, what draws noise."""
 
-    config: batch_size_per_worker, gradient_accumulation_steps, caption_dropout, seed, num_train_timesteps.
-    no_caption: [L, D], the embedding of the empty caption, which `caption_dropout` of the rows get.
+    batch_size: int
+    gradient_accumulation_steps: int
+    caption_dropout: float
+    seed: int
+    num_train_timesteps: int
+
+
+def training_batches(order, load, first_step, last_step, batching, no_caption):
+    """Yield this worker's batches of steps first_step ... last_step - 1, as `with_noise` returns them.
+
+    no_caption: [L, D], the embedding of the empty caption, which a share of `caption_dropout` of the rows gets.
     """
-    size, accumulation = config["batch_size_per_worker"], config["gradient_accumulation_steps"]
+    size, accumulation, seed = batching.batch_size, batching.gradient_accumulation_steps, batching.seed
     position = first_step * accumulation * size
     num_rows = (last_step - first_step) * accumulation * size
     batches = rebatch(stream_rows(order, load, position, num_rows), size)
@@ -212,12 +222,10 @@ def training_batches(order, load, first_step, last_step, config, no_caption):
         for micro, batch in zip(range(accumulation), batches, strict=False):
             first_row = (micro * order.world_size + order.rank) * size  # of the global batch
             rows = range(first_row, first_row + size)
-            chances = np.array([row_rng(config["seed"], NO_CAPTION, step, row).random() for row in rows])
-            prompt = np.where((chances < config["caption_dropout"])[:, None, None], no_caption, batch["prompt"])
-            drawn = [
-                draw_noise(config["seed"], ROW_NOISE, step, row, batch["mean"].shape[1:], config["num_train_timesteps"])
-                for row in rows
-            ]
+            chances = np.array([row_rng(seed, NO_CAPTION, step, row).random() for row in rows])
+            prompt = np.where((chances < batching.caption_dropout)[:, None, None], no_caption, batch["prompt"])
+            shape = batch["mean"].shape[1:]
+            drawn = [draw_noise(seed, ROW_NOISE, step, row, shape, batching.num_train_timesteps) for row in rows]
             yield with_noise({**batch, "prompt": prompt}, drawn)
 
 
@@ -245,7 +253,7 @@ def hold_out(chunk_rows, num_rows):
     return tuple(kept), pieces[::-1]
 
 
-def validation_batches(pieces, load, place, config):
+def validation_batches(pieces, load, place, batching):
     """Return [(batch, weights [B])] of this worker's share of the held-out rows, with fixed noise and timesteps.
 
     The timesteps are spread evenly; the latents are the posterior's mean. Shares are filled up with rows of weight 0,
@@ -254,15 +262,15 @@ def validation_batches(pieces, load, place, config):
     import torch
 
     rows = next(rebatch(load(pieces), sum(piece["last"] - piece["first"] for piece in pieces)))
-    count, size = len(rows["mean"]), config["batch_size_per_worker"]
+    count, size = len(rows["mean"]), batching.batch_size
     share = -(-count // (place.world_size * size)) * size
     batches = []
     for start in range(place.rank * share, (place.rank + 1) * share, size):
         numbers = np.arange(start, start + size)
         drawn = []
         for number in numbers % count:
-            noise = row_rng(config["seed"], VALIDATION, 0, number).standard_normal(rows["mean"].shape[1:], np.float32)
-            timestep = int((number + 0.5) / count * config["num_train_timesteps"])
+            noise = row_rng(batching.seed, VALIDATION, 0, number).standard_normal(rows["mean"].shape[1:], np.float32)
+            timestep = int((number + 0.5) / count * batching.num_train_timesteps)
             drawn.append((noise, np.zeros_like(noise), timestep))
         batch = {key: values[numbers % count] for key, values in rows.items()}
         batches.append((with_noise(batch, drawn), torch.from_numpy(numbers < count).float() / count))

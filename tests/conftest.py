@@ -40,6 +40,37 @@ def make_raw_data(folder, count, num_captions=5):
     return folder
 
 
+def make_task(work_dir, **values):
+    """Return a training.task.Task of three steps in `work_dir`; values: fields of its topics, by name."""
+    from training import task
+
+    topics = {
+        "output": {"model_dir": "", "output_dir": "", "work_dir": str(work_dir), "settings": {}, "owner": ""},
+        "schedule": {
+            "max_train_steps": 3,
+            "gradient_accumulation_steps": 1,
+            "log_every": 1,
+            "validation_steps": 1,
+            "checkpointing_steps": 1,
+            "checkpoints_total_limit": 9,
+            "seed": 0,
+        },
+        "optimization": {
+            "lr": 0.1,
+            "lr_scheduler": "constant",
+            "lr_warmup_steps": 0,
+            "adam_weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+        },
+        "compute": {"num_workers": 0, "mixed_precision": "no", "gradient_checkpointing": False},
+        "images": {"guidance_scale": 1.0, "resolution": RESOLUTION, "seed": 0},
+    }
+    for topic in topics.values():
+        topic.update({name: values.pop(name) for name in list(values) if name in topic})
+    assert not values, f"no topic has {values}"
+    return task.from_plain(task.Task, topics)
+
+
 def make_latents(folder, raw_data, model_dir, **flags):
     """Encode raw data with preprocess.py, five rows a file."""
     import preprocess

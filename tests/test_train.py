@@ -203,7 +203,7 @@ def test_a_run_that_is_stopped_without_a_signal_drops_nothing(command, monkeypat
 def test_a_kill_before_checkpoints_are_dropped_is_made_up_for(command, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
         patch.setattr(
-            "training.driver.drop_checkpoints", lambda work_dir: (_ for _ in ()).throw(RuntimeError("killed"))
+            "training.resuming.drop_checkpoints", lambda work_dir: (_ for _ in ()).throw(RuntimeError("killed"))
         )
         command(max_train_steps=2, keep_checkpoints=False)
     assert steps_kept(command.work_dir) == {2} and folders.read_manifest(command.output_dir)
@@ -254,7 +254,8 @@ def test_a_run_of_pairs_is_drawn_in_quarters(command):
 def test_a_step_of_more_pairs_than_class_images_is_trained_and_said(command, tmp_path, capsys):
     """The pairs walk in a circle: eight class images, sixteen pairs a step."""
     command(max_train_steps=2, train_batch_size=16)
-    warning = "warning: --class_images_dir holds 8 images, a step takes 16 pairs: an image is used several times a step"
+    holds = "--class_images_dir holds 8 images, a step takes 16 pairs"
+    warning = f"warning: {holds}: some images are used several times in a step"
     assert capsys.readouterr().err.splitlines().count(warning) == 1
     assert all(loss > 0 for loss in losses(command.work_dir))
     command(output_dir=tmp_path / "parts", max_train_steps=2, train_batch_size=4, gradient_accumulation_steps=4)

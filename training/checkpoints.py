@@ -1,38 +1,47 @@
-"""Checkpoints: which there are, how one is saved and sealed, and the weights and optimizer state that it holds.
+"""Checkpoints: listed, saved and sealed; the weights and the optimizer state in them, written and restored.
 
 Under FSDP each worker writes and reads its own share of whole tensors, in the layout of the model hub's sharded files:
 a checkpoint opens under any number of workers, and in Diffusers as it is.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common import folders
 from common.errors import CheckFailed
 from common.messages import say
-from training.parallel import is_sharded, place_like
+from training.parallel import Ema, is_sharded, place_like
+from training.workers import Place
+
+if TYPE_CHECKING:
+    import torch
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d{6,})")
-LATEST = "latest"
-WEIGHTS = "diffusion_pytorch_model"  # Diffusers' name of a module's files
-CLIP_TEXT_MODELS = ("CLIPTextModel", "CLIPTextModelWithProjection")  # classes of transformers
+LATEST = "latest"  # link in the work folder to the newest checkpoint
+WEIGHTS = "diffusion_pytorch_model"  # Diffusers' name for the weight files of a module
+CLIP_TEXT_MODELS = ("CLIPTextModel", "CLIPTextModelWithProjection")  # in transformers
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints
+# Saved and found
 
 
-def checkpoint_path(work_dir, step):
+def checkpoint_path(work_dir: str | Path, step: int) -> Path:
     """Return the folder of the checkpoint of `step`."""
     return Path(work_dir) / f"checkpoint-{step:06d}"
 
 
-def list_checkpoints(work_dir):
-    """Return [(step, folder)] of the whole checkpoints in `work_dir`, oldest first; other files do not matter."""
+def list_checkpoints(work_dir: str | Path) -> list[tuple[int, Path]]:
+    """Return [(step, folder)] of the whole checkpoints in `work_dir`, oldest first; other files are ignored."""
     found = []
     for path in Path(work_dir).glob("checkpoint-*"):
         match = CHECKPOINT_NAME.fullmatch(path.name)
@@ -41,22 +50,31 @@ def list_checkpoints(work_dir):
     return sorted(found)
 
 
-def newest_checkpoint(work_dir):
-    """Return (step, folder) of the newest checkpoint whose files all have their sha256, or (0, None)."""
+def newest_checkpoint(work_dir: str | Path) -> tuple[int, Path | None]:
+    """Return (step, folder) of the newest checkpoint whose files all match their sha256, or (0, None)."""
     for step, path in reversed(list_checkpoints(work_dir)):
         if folders.read_manifest(path, deep=True) is not None:
             return step, path
-        say(f"warning: {path} is damaged, going back to the checkpoint before it")
+        say(f"warning: {path} is damaged: using the checkpoint before it")
     return 0, None
 
 
-def save_checkpoint(work_dir, step, write, facts, keep, rank=0, barrier=None, executor=None):
-    """Publish checkpoint `step`, point `latest` at it, then remove all but the newest `keep`.
+def save_checkpoint(
+    work_dir: str | Path,
+    step: int,
+    write: Callable[[Path], None],
+    facts: dict[str, Any],
+    keep: int,
+    rank: int = 0,
+    barrier: Callable[[], Any] | None = None,
+    executor: Executor | None = None,
+) -> Future | None:
+    """Publish checkpoint `step`, point `latest` at it, then delete all but the newest `keep`.
 
-    write(folder): writes the checkpoint's files; facts: what the manifest says of the run, say its settings.
-    rank, barrier: of the workers where each writes a share, and all of them call this.
-    executor: for all that follows `write`: reading the files for their sha256, syncing, renaming; the future of this is
-    returned. Without it that is done here.
+    write(folder): writes the files of the checkpoint. facts: recorded in the manifest, such as the settings.
+    rank, barrier: of the workers, if each of them writes a share; then all of them call this.
+    executor: runs all that follows `write` (sha256, sync, rename); its future is returned. Without an executor this
+    happens before the call returns.
     """
     target = checkpoint_path(work_dir, step)
     barrier = barrier or (lambda: None)
@@ -72,7 +90,7 @@ def save_checkpoint(work_dir, step, write, facts, keep, rank=0, barrier=None, ex
         barrier()
         staged = stack.pop_all()
 
-    def seal():
+    def seal() -> None:
         with staged:
             folders.publish(folder, target, step=step, **facts)
         pointer = Path(work_dir) / LATEST
@@ -83,14 +101,17 @@ def save_checkpoint(work_dir, step, write, facts, keep, rank=0, barrier=None, ex
         for _, old in list_checkpoints(work_dir)[:-keep]:
             shutil.rmtree(old)
 
-    return executor.submit(seal) if executor else seal()
+    if executor:
+        return executor.submit(seal)
+    seal()
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a checkpoint holds
 
 
-def named_parameters(modules):
+def named_parameters(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield (name, parameter) of the trainable weights of {"unet": module, ...}."""
     for folder, module in modules.items():
         for name, parameter in module.named_parameters():
@@ -98,10 +119,12 @@ def named_parameters(modules):
                 yield f"{folder}.{name}", parameter
 
 
-def write_state(folder, modules, optimizer, place=None):
-    """Write modules and optimizer, {"unet": module, ...} of Diffusers or Transformers modules, each in its folder.
+def write_state(
+    folder: str | Path, modules: dict[str, Any], optimizer: torch.optim.Optimizer, place: Place | None = None
+) -> None:
+    """Write {"unet": module, ...}, of Diffusers or transformers, each to its own folder, and the optimizer state.
 
-    place: of this worker, where FSDP shards the modules; all workers call this.
+    place: of this worker, if FSDP shards the modules; then all workers call this.
     """
     for name, module in modules.items():
         write_module(Path(folder) / name, module, place)
@@ -110,18 +133,19 @@ def write_state(folder, modules, optimizer, place=None):
     tensors = {}
     for name, parameter in named_parameters(modules):
         for key, value in optimizer.state[parameter].items():
-            # Of an 8-bit optimizer the steps are a plain number, and all weights share their tables of 256 values.
+            # An 8-bit optimizer counts steps in a plain number, and its weights share tables of 256 values.
             tensors[f"{name}:{key}"] = value.clone() if key.startswith("qmap") else torch.as_tensor(value)
     write_share(folder, "optimizer", tensors, place)
 
 
-def write_module(folder, module, place=None):
-    """Write a module as Diffusers does; of one that is sharded this worker's share, and all workers call this.
+def write_module(folder: str | Path, module: Any, place: Place | None = None) -> None:
+    """Write a module as Diffusers does; if FSDP shards it, write this worker's share: all workers call this.
 
-    A text encoder of CLIP is written with the names that all releases of transformers read. The configuration does not
-    say where the module was loaded from: a folder of the one who trains.
+    The weights of a CLIP text encoder get the names that all releases of transformers read. The configuration does not
+    record the folder that the module was loaded from.
     """
     if is_sharded(module):
+        assert place is not None, "a sharded module is written by all workers"
         Path(folder).mkdir(parents=True, exist_ok=True)
         if place.rank == 0:
             module.save_config(folder)
@@ -137,11 +161,11 @@ def write_module(folder, module, place=None):
             path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def clip_text_weights(module):
-    """Return the named weights of CLIPTextModel or CLIPTextModelWithProjection as releases before transformers 5 do.
+def clip_text_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of CLIPTextModel or CLIPTextModelWithProjection under the names used before transformers 5.
 
-    transformers 5 drops the prefix `text_model.` from those of CLIPTextModel; it reads both, older releases make new
-    random weights for names without it.
+    transformers 5 drops the prefix `text_model.` from the names of CLIPTextModel and reads both. Older releases
+    initialize weights randomly whose names lack it.
     """
     return {
         name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor
@@ -149,22 +173,25 @@ def clip_text_weights(module):
     }
 
 
-def write_share(folder, stem, tensors, place=None):
-    """Write this worker's share of some named tensors as one file of as many as there are workers, with an index.
+def write_share(folder: str | Path, stem: str, tensors: dict[str, Any], place: Place | None = None) -> None:
+    """Write this worker's share of some named tensors: one file per worker, and an index of all.
 
-    A tensor that is spread over the workers is gathered for it; where none is, there is one file and no index.
+    Each sharded tensor is gathered and written whole, to one of the files. If no tensor is sharded, there is one file
+    and no index.
     """
     from safetensors.torch import save_file
 
     folder = Path(folder)
     if not any(hasattr(tensor, "full_tensor") for tensor in tensors.values()):
-        whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}  # no copy of all on a GPU
+        whole = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}  # no copy of all of them on a GPU
         save_file(whole, folder / f"{stem}.safetensors")
         return
+    assert place is not None, "sharded tensors are written by all workers"
     files = [f"{stem}-{rank + 1:05d}-of-{place.world_size:05d}.safetensors" for rank in range(place.world_size)]
-    share, index, sizes = {}, {}, dict.fromkeys(files, 0)
+    share: dict[str, torch.Tensor] = {}
+    index, sizes = {}, dict.fromkeys(files, 0)
     for name, tensor in tensors.items():
-        file = min(sizes, key=sizes.get)  # all workers choose the same
+        file = min(sizes, key=lambda name: sizes[name])  # all workers choose the same
         sizes[file] += tensor.nbytes
         index[name] = file
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -176,8 +203,8 @@ def write_share(folder, stem, tensors, place=None):
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
-def read_shares(folder, stem):
-    """Return the named tensors of all workers' files, whole."""
+def read_shares(folder: str | Path, stem: str) -> dict[str, torch.Tensor]:
+    """Return the named tensors in the files of all workers, whole."""
     from safetensors.torch import load_file
 
     tensors = {}
@@ -186,22 +213,24 @@ def read_shares(folder, stem):
     return tensors
 
 
-def restore_optimizer(folder, modules, optimizer):
-    """Put the optimizer's state of a checkpoint back, under whatever number of workers wrote it."""
+def restore_optimizer(
+    folder: str | Path, modules: dict[str, torch.nn.Module], optimizer: torch.optim.Optimizer
+) -> None:
+    """Restore the optimizer state of a checkpoint, which any number of workers may have written."""
     tensors = read_shares(folder, "optimizer")
-    state = {}
+    state: dict[Any, dict[str, Any]] = {}
     for name, parameter in named_parameters(modules):
         found = {key.rpartition(":")[2]: key for key in tensors if key.rpartition(":")[0] == name}
         if not found:
-            raise CheckFailed(f"{folder}/optimizer.safetensors has no state of {name}: remove this checkpoint")
+            raise CheckFailed(f"{folder}/optimizer.safetensors has no state of {name}: delete this checkpoint")
         state[parameter] = {key: place_like(tensors[full], parameter) for key, full in found.items()}
-        if not state[parameter]["step"].is_floating_point():  # as an 8-bit optimizer has it
+        if not state[parameter]["step"].is_floating_point():  # of an 8-bit optimizer
             state[parameter]["step"] = state[parameter]["step"].item()
     optimizer.state.update(state)
 
 
-def restore_averages(folder, module, ema):
-    """Put the averages of a checkpoint's module back."""
+def restore_averages(folder: str | Path, module: torch.nn.Module, ema: Ema) -> None:
+    """Restore the exponential moving average of a module from a checkpoint."""
     tensors = read_shares(folder, WEIGHTS)
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     ema.averages = [place_like(tensors[name], parameter) for name, parameter in zip(names, ema.parameters, strict=True)]

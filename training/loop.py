@@ -1,72 +1,82 @@
-"""The training loop of a worker, for every script that trains."""
+"""The training loop of a worker: the same for every script that trains."""
+
+from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import folders
 from common.errors import CheckFailed
 from training import checkpoints, parallel
 from training.logs import StepLog
 from training.optimizer import DIVERGED, REMEDY, Optimizer
+from training.task import Schedule, Task
+from training.workers import Place
 from utils import step_seed
 
-STOP = "stop"
+if TYPE_CHECKING:
+    import torch
+
+STOP = "stop"  # file in the work folder with which the driver asks the workers to save and stop
 
 
-def stop_asked(config):
+def stop_asked(work_dir: str) -> bool:
     """Return whether the driver has asked the workers to save and stop."""
-    return (Path(config["work_dir"]) / STOP).exists()
+    return (Path(work_dir) / STOP).exists()
 
 
-def is_due(step, every, last):
-    """Return whether `step` is one of every `every` steps, or the last."""
+def is_due(step: int, every: int, last: int) -> bool:
+    """Return whether `step` is a multiple of `every`, or the last step."""
     return step % every == 0 or step == last
 
 
 @dataclass
 class Run:
-    """What a worker trains with: of the script, what `train_steps` calls.
+    """What a script gives to `train_steps`.
 
-    batch(step, micro): the tensors of a batch; losses(batch): those named `loss_names`, the first is minimised.
-    after_step(step): what follows each step; validate(step): further figures to log at it, or none;
-    draw(step): pictures to show at it by name, or none, on the worker of rank 0.
-    saves: whether this worker takes part in saving; write(folder): writes its part of a checkpoint.
+    step: steps taken so far. batch(step, micro): tensors of one batch. losses(batch=...): the losses `loss_names`, of
+    which the first is minimised. saves: whether this worker takes part in saving. write(folder): writes this worker's
+    part of a checkpoint. after_step(step): called after each step. validate(step): further values to log, or none.
+    draw(step): validation images by name, or none; called on rank 0 only.
     """
 
     step: int
     model: Any
     optimizer: Optimizer
-    batch: Callable
-    losses: Callable
-    loss_names: tuple
-    dtype: Any
+    batch: Callable[[int, int], dict[str, torch.Tensor]]
+    losses: Callable[..., tuple[torch.Tensor, ...]]
+    loss_names: tuple[str, ...]
+    dtype: torch.dtype
     saves: bool
-    write: Callable
-    after_step: Callable = lambda step: None
-    validate: Callable = lambda step: {}
-    draw: Callable = lambda step: {}
+    write: Callable[[Path], None]
+    after_step: Callable[[int], None] = lambda step: None
+    validate: Callable[[int], dict[str, float]] = lambda step: {}
+    draw: Callable[[int], dict[str, Any]] = lambda step: {}
 
 
-def accumulate_gradients(run, step, config, place):
-    """Leave the gradients of one optimizer step in place; return this worker's mean losses [len(run.loss_names)]."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+def accumulate_gradients(run: Run, step: int, num_batches: int, place: Place) -> torch.Tensor:
+    """Compute the gradients of one optimizer step; return this worker's mean losses [len(run.loss_names)]."""
     import torch
 
-    accumulation = config["gradient_accumulation_steps"]
     losses = torch.zeros(len(run.loss_names), device=place.device)
-    for micro in range(accumulation):
+    for micro in range(num_batches):
         batch = run.batch(step, micro)
-        wait = place.world_size > 1 and micro < accumulation - 1  # gradients are averaged once, after the last
+        wait = place.world_size > 1 and micro < num_batches - 1  # one all-reduce a step, after its last batch
         with parallel.no_sync(run.model) if wait else contextlib.nullcontext():
-            losses += add_gradients(run, batch, place, 1 / accumulation)
+            losses += add_gradients(run, batch, place, 1 / num_batches)
     return losses
 
 
-def add_gradients(run, batch, place, weight=1.0):
-    """Add the gradients of a batch times `weight`; return its losses [len(run.loss_names)] times `weight`."""
+def add_gradients(run: Run, batch: dict[str, torch.Tensor], place: Place, weight: float = 1.0) -> torch.Tensor:
+    """Add `weight` times the gradients of a batch; return `weight` times its losses [len(run.loss_names)]."""
     import torch
 
     batch = {name: value.to(place.device, non_blocking=True) for name, value in batch.items()}
@@ -76,11 +86,12 @@ def add_gradients(run, batch, place, weight=1.0):
     return torch.stack(parts).detach() * weight
 
 
-def settle_buckets(run, place):
-    """Let DDP form its buckets before the first step, by a backward pass whose gradients are dropped.
+def settle_buckets(run: Run, place: Place) -> None:
+    """Make DDP form its final buckets before the first step, with a backward pass whose gradients are dropped.
 
-    It forms them anew after its first one, and they decide in which order three or more gradients are added: a run
-    that goes on would differ from one that was never stopped. Two are added alike in either order.
+    DDP forms its buckets anew after its first backward pass, and the buckets decide in which order the gradients of
+    three or more workers are added: a resumed run would differ from an uninterrupted one. Two are added alike in either
+    order.
     """
     if place.world_size < 3 or not hasattr(run.model, "reducer"):
         return
@@ -90,65 +101,104 @@ def settle_buckets(run, place):
     run.batch = lambda step, micro: first if (step, micro) == (start, 0) else batch(step, micro)
 
 
-def train_steps(run, config, place):
-    """Train from step `run.step` to config["max_train_steps"], or until asked to stop; return the step reached."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving and stopping
+
+
+class Saver:
+    """Decides after each step whether to save and to stop, and saves; all workers decide alike.
+
+    Checkpoints are sealed (read for their sha256, synced, renamed) in a thread beside the next steps.
+    """
+
+    def __init__(self, run: Run, task: Task, place: Place, executor: ThreadPoolExecutor) -> None:
+        self.run, self.task, self.place, self.executor = run, task, place, executor
+        self.stopping = False
+        self.sealing: Future | None = None
+
+    def decide(self, step: int, is_logged: bool) -> tuple[bool, bool]:
+        """Return whether to save at this step, and whether to stop after it."""
+        schedule, on_cpu = self.task.schedule, self.place.device.type == "cpu"
+        # All workers must agree to stop. On GPUs they wait for each other to do so, therefore only at logged steps.
+        asks = is_logged or self.place.world_size == 1 or on_cpu
+        self.stopping = self.stopping or (asks and self.place.any(stop_asked(self.task.output.work_dir)))
+        is_to_save = self.stopping or is_due(step, schedule.checkpointing_steps, schedule.max_train_steps)
+        # A skipped step is not saved: each run of the command would get only a few steps further. A run that is asked
+        # to stop continues to the next good step; is_good ends a run that has none.
+        is_good = self.run.optimizer.is_good() if is_to_save or is_logged or on_cpu else None
+        is_saved = bool(is_to_save and (is_good or step == schedule.max_train_steps))
+        return is_saved, self.stopping and is_saved
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint and start to seal it; all workers that take part in saving call this."""
+        import torch.distributed as dist
+
+        run, task = self.run, self.task
+        if not all(bool(parameter.isfinite().all()) for parameter in parallel.local(run.optimizer.parameters)):
+            raise CheckFailed(f"{DIVERGED}: weights that are not finite at step {step}; {REMEDY}")
+        facts = {"settings": task.output.settings, "scaler": run.optimizer.scaler.state_dict()}
+        keep = task.schedule.checkpoints_total_limit
+        options: dict[str, Any] = {"executor": self.executor}
+        if parallel.is_sharded(run.model):
+            options |= {"rank": self.place.rank, "barrier": dist.barrier}
+        self.sealing = checkpoints.save_checkpoint(task.output.work_dir, step, run.write, facts, keep, **options)
+
+    def check(self, wait: bool) -> None:
+        """Raise what went wrong with the checkpoint that is being sealed, if it is done or `wait`."""
+        if self.sealing and (wait or self.sealing.done()):
+            self.sealing.result()
+
+
+def check_owner(task: Task) -> None:
+    """Raise TryAgain if another run holds the work folder by now: workers may outlive their driver by seconds."""
+    folders.check_owner(Path(task.output.work_dir) / folders.LOCK, task.output.owner)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps
+
+
+def take_step(run: Run, step: int, schedule: Schedule, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the optimizer step that follows `step` steps; return this worker's losses and the gradient norm."""
     import torch
 
-    step, last, sealing = run.step, config["max_train_steps"], None
-    stopping = is_stopped = False
-    log = StepLog(config["work_dir"], step) if place.rank == 0 else None
+    torch.manual_seed(step_seed(schedule.seed, step, place.rank))  # for dropout, if a model has it
+    losses = accumulate_gradients(run, step, schedule.gradient_accumulation_steps, place)
+    grad_norm = run.optimizer.step(step)
+    run.after_step(step + 1)
+    return losses, grad_norm
+
+
+def train_steps(run: Run, task: Task, place: Place) -> int:
+    """Train from step `run.step` to the last, or until asked to stop; return the step reached."""
+    step, schedule, is_stopped = run.step, task.schedule, False
+    last = schedule.max_train_steps
+    log = StepLog(task.output.work_dir, step) if place.rank == 0 else None
     if log:
         log.show(step, run.draw(step))
     if step < last:
         settle_buckets(run, place)
     with ThreadPoolExecutor(1) as executor:
+        saver = Saver(run, task, place, executor)
         while step < last and not is_stopped:
-            torch.manual_seed(step_seed(config["seed"], step, place.rank))  # dropout's, where a model has it
-            losses = accumulate_gradients(run, step, config, place)
-            grad_norm = run.optimizer.step(step)
+            losses, grad_norm = take_step(run, step, schedule, place)
             step += 1
-            run.after_step(step)
             values = run.validate(step)
-            is_logged = is_due(step, config["log_every"], last)
+            is_logged = is_due(step, schedule.log_every, last)
             if is_logged:
                 values |= dict(zip(run.loss_names, place.mean(losses).tolist(), strict=True))
                 values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
-            # All workers must agree to stop; on GPUs they wait for each other there, and do so at logged steps alone.
-            asks = is_logged or place.world_size == 1 or place.device.type == "cpu"
-            stopping = stopping or (asks and place.any(stop_asked(config)))
-            is_to_save = stopping or is_due(step, config["checkpointing_steps"], last)
-            # Not while steps are skipped: each time that the command is run again would go a few steps further. A run
-            # that is asked to stop goes on to the next good step; is_good ends one that has none.
-            is_good = run.optimizer.is_good() if is_to_save or is_logged or place.device.type == "cpu" else None
-            is_saved = is_to_save and (is_good or step == last)
-            is_stopped = stopping and is_saved
+            is_saved, is_stopped = saver.decide(step, is_logged)
             if place.rank == 0 and (values or is_saved):
-                folders.check_owner(Path(config["work_dir"]) / folders.LOCK, config["owner"])
+                check_owner(task)
             if log and values:
                 log.write(step, **values)
-            if sealing and (sealing.done() or is_saved):
-                sealing.result()  # raises what went wrong with the checkpoint before
+            saver.check(wait=is_saved)
             if run.saves and is_saved:
-                sealing = save(run, step, config, place, executor)
+                saver.save(step)
             if log:
                 log.show(step, run.draw(step))
-    if sealing:
-        sealing.result()
+    saver.check(wait=True)
     if log:
         log.close()
     return step
-
-
-def save(run, step, config, place, executor):
-    """Write a checkpoint; return the future of its sealing, which `executor` does beside the next steps, or None.
-
-    All the workers that take part in it call this.
-    """
-    import torch.distributed as dist
-
-    if not all(bool(parameter.isfinite().all()) for parameter in parallel.local(run.optimizer.parameters)):
-        raise CheckFailed(f"{DIVERGED}: weights that are not finite at step {step}; {REMEDY}")
-    facts = {"settings": config["settings"], "scaler": run.optimizer.scaler.state_dict()}
-    keep = config["checkpoints_total_limit"]
-    shared = {"rank": place.rank, "barrier": dist.barrier} if parallel.is_sharded(run.model) else {}
-    return checkpoints.save_checkpoint(config["work_dir"], step, run.write, facts, keep, executor=executor, **shared)

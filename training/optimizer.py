@@ -1,27 +1,50 @@
 """AdamW with a learning-rate schedule, gradient clipping and a loss scale."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from common import folders
 from common.errors import CheckFailed
 from training import checkpoints
+from training.task import Optimization
+from training.workers import Place
+
+if TYPE_CHECKING:
+    import torch
 
 DIVERGED = "the run diverged"
-REMEDY = "nothing is published: take a smaller --lr, or --mixed_precision no"
-MAX_BAD_STEPS = 5  # skipped one after another, for a gradient that is not finite, before a run gives up
-MAX_BAD_STEPS_FP16 = 25  # fp16 skips steps while it looks for a loss scale
+REMEDY = "nothing is published: use a smaller --lr, or --mixed_precision no"
+MAX_BAD_STEPS = 5  # consecutive steps with a gradient that is not finite, before a run gives up
+MAX_BAD_STEPS_FP16 = 25  # in fp16, which skips steps while it looks for a loss scale
 
 
 class Optimizer:
-    """AdamW with a learning-rate schedule, clipping and, for fp16, a loss scale, all over one list of parameters.
+    """AdamW over one list of parameters, which gradient clipping and the loss scale of fp16 use too.
 
-    parameters: kept as a list: a generator would be empty by the time that gradients are clipped.
-    use_8bit: whether bitsandbytes keeps the averages in 8 bits (arXiv 2110.02861).
+    parameters: kept as a list, because a generator would be empty by the time gradients are clipped.
+    schedule: name of Diffusers' learning-rate schedule, warm-up steps, all steps.
+    use_8bit: keep the moving averages in 8 bits with bitsandbytes (arXiv 2110.02861).
     """
 
-    def __init__(self, parameters, lr, weight_decay, max_grad_norm, fp16, device, schedule, use_8bit=False):
+    def __init__(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        max_grad_norm: float,
+        fp16: bool,
+        device: torch.device,
+        schedule: tuple[str, int, int],
+        use_8bit: bool = False,
+    ) -> None:
         import torch
         from diffusers.optimization import get_scheduler
 
         self.parameters = list(parameters)
+        self.adamw: Any
         if use_8bit:
             from bitsandbytes.optim import AdamW8bit
 
@@ -35,19 +58,19 @@ class Optimizer:
         self.lr_factor = get_scheduler(name, self.adamw, **steps).lr_lambdas[0]
         self.max_grad_norm = max_grad_norm
         is_sharded = any(hasattr(parameter, "device_mesh") for parameter in self.parameters)
-        self.skips_by_itself = not use_8bit and not is_sharded  # PyTorch's fused kernel, of whole weights
+        self.kernel_skips = not use_8bit and not is_sharded  # PyTorch's fused kernel reads found_inf for whole weights
         self.max_bad_steps = MAX_BAD_STEPS_FP16 if fp16 else MAX_BAD_STEPS
-        self.bad_steps = torch.zeros((), device=device)  # in a row; read seldom, for that waits for the device
+        self.bad_steps = torch.zeros((), device=device)  # consecutive; read seldom, as reading waits for the device
 
-    def lr(self, step):
-        """Return the learning rate of the step after `step` steps."""
+    def lr(self, step: int) -> float:
+        """Return the learning rate of the step that follows `step` steps."""
         return self.base_lr * self.lr_factor(step)
 
-    def step(self, step):
-        """Clip and apply the gradients and return their norm before clipping; one that is not finite is not applied.
+    def step(self, step: int) -> torch.Tensor:
+        """Clip and apply the gradients and return their norm before clipping; skip the step if it is not finite.
 
-        step: steps taken before this one; the learning rate is a function of it.
-        The gradients, and so the decision, are the same on all workers, and nothing waits for the device to make it.
+        step: number of steps taken before this one; the learning rate is a function of it.
+        The gradients, and therefore the decision, are the same on all workers. Nothing waits for the device.
         """
         import torch
 
@@ -59,8 +82,8 @@ class Optimizer:
         bad = (~torch.isfinite(grad_norm)).float()
         if self.scaler.is_enabled():
             self.scaler.step(self.adamw)
-        elif self.skips_by_itself:
-            self.adamw.found_inf = bad  # the kernel then leaves weights and averages as they are
+        elif self.kernel_skips:
+            self.adamw.found_inf = bad  # the kernel leaves weights and averages unchanged if it is 1
             self.adamw.step()
         elif not bad:  # this waits for the device
             self.adamw.step()
@@ -69,31 +92,38 @@ class Optimizer:
         self.bad_steps = (self.bad_steps + 1) * bad
         return grad_norm
 
-    def is_good(self):
-        """Return whether the last step was applied; raise CheckFailed where a few in a row were not."""
+    def is_good(self) -> bool:
+        """Return whether the last step was applied; raise CheckFailed if too many consecutive steps were skipped."""
         bad_steps = int(self.bad_steps)
         if bad_steps > self.max_bad_steps:
             raise CheckFailed(f"{DIVERGED}: {bad_steps} steps with a gradient that is not finite; {REMEDY}")
         return bad_steps == 0
 
 
-def make_optimizer(config, modules, place, dtype, folder):
-    """Return the Optimizer of the trainable weights of {"unet": module, ...}, as checkpoint `folder` left it."""
+def make_optimizer(
+    settings: Optimization,
+    max_train_steps: int,
+    modules: dict[str, torch.nn.Module],
+    place: Place,
+    dtype: torch.dtype,
+    folder: Path | None,
+) -> Optimizer:
+    """Return the Optimizer of the trainable weights of {"unet": module, ...}, restored from checkpoint `folder`."""
     import torch
 
     optimizer = Optimizer(
         [parameter for _, parameter in checkpoints.named_parameters(modules)],
-        lr=config["lr"],
-        weight_decay=config["adam_weight_decay"],
-        max_grad_norm=config["max_grad_norm"],
+        lr=settings.lr,
+        weight_decay=settings.adam_weight_decay,
+        max_grad_norm=settings.max_grad_norm,
         fp16=dtype == torch.float16,
         device=place.device,
-        schedule=(config["lr_scheduler"], config["lr_warmup_steps"], config["max_train_steps"]),
-        use_8bit=config.get("use_8bit_adam", False),
+        schedule=(settings.lr_scheduler, settings.lr_warmup_steps, max_train_steps),
+        use_8bit=settings.use_8bit_adam,
     )
     if folder:
         checkpoints.restore_optimizer(folder, modules, optimizer.adamw)
-        scaler = folders.read_manifest(folder)["scaler"]
-        if scaler:  # none where the run was in bf16 until here
+        scaler = (folders.read_manifest(folder) or {})["scaler"]
+        if scaler:  # empty if the run has been in bf16 until here
             optimizer.scaler.load_state_dict(scaler)
     return optimizer

@@ -1,27 +1,50 @@
-"""The weights of a training over its workers: DDP, FSDP, and their exponential moving average."""
+"""How workers share the weights of a training: DDP, FSDP, and the exponential moving average of the weights."""
+
+from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from training.workers import Place
+
+if TYPE_CHECKING:
+    import torch
 
 SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 
 
-def wrap(module, place, strategy="ddp", sharding="FULL_SHARD", dtype=None, reduce_dtype="fp32"):
-    """Return what is called to train `module` on all workers; FSDP shards it in place. One worker needs neither.
+def wrap(
+    module: Any,
+    place: Place,
+    strategy: str = "ddp",
+    sharding: str = "FULL_SHARD",
+    dtype: torch.dtype | None = None,
+    reduce_dtype: str = "fp32",
+) -> Any:
+    """Return the callable that trains `module` on all workers: the module itself if there is one worker.
 
-    dtype: in which FSDP gathers weights and computes; it averages gradients in float32.
-    reduce_dtype: in which DDP averages them, `fp32` or `bf16`.
+    dtype: data type in which FSDP gathers weights and computes; it averages gradients in float32.
+    reduce_dtype: data type in which DDP averages gradients, `fp32` or `bf16`.
     """
     import torch
 
     if place.world_size == 1:
         return module
-    if strategy == "ddp":
-        options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}  # the buffers are constants
-        model = torch.nn.parallel.DistributedDataParallel(module, **options)
-        if reduce_dtype == "bf16":
-            model.register_comm_hook(None, reduce_in_bf16)
-        return model
+    if strategy == "fsdp":
+        shard(module, place, sharding, dtype)
+        return module
+    options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}  # the buffers are constants
+    model = torch.nn.parallel.DistributedDataParallel(module, **options)
+    if reduce_dtype == "bf16":
+        model.register_comm_hook(None, reduce_in_bf16)
+    return model
+
+
+def shard(module: Any, place: Place, sharding: str, dtype: torch.dtype | None) -> None:
+    """Shard the weights of a UNet in place with FSDP, block by block; dtype: of gathered weights and of computing."""
+    import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     options = {
@@ -33,21 +56,20 @@ def wrap(module, place, strategy="ddp", sharding="FULL_SHARD", dtype=None, reduc
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(module, **options)
-    for block, following in itertools.pairwise(blocks):  # gather the next block's weights meanwhile
+    for block, following in itertools.pairwise(blocks):  # gather the weights of the next block meanwhile
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
-    return module
 
 
-def reduce_in_bf16(group, bucket):
-    """Average a bucket of gradients in bfloat16: half the bytes on the wire, 8 bits of precision."""
+def reduce_in_bf16(group, bucket):  # without annotations: DDP would compare them with types of its own
+    """Average a bucket of gradients in bfloat16: half the bytes to send, 8 bits of precision."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
     return bf16_compress_hook(group, bucket)
 
 
-def make_mesh(place, sharding):
-    """Return the device mesh of a sharding: weights are split along its last dimension, repeated along the first."""
+def make_mesh(place: Place, sharding: str) -> Any:
+    """Return the device mesh of a sharding: weights are split along its last dimension, replicated along its first."""
     from torch.distributed.device_mesh import init_device_mesh
 
     shards = {"NO_SHARD": 1, "HYBRID_SHARD": place.local_world_size}.get(sharding)
@@ -58,8 +80,8 @@ def make_mesh(place, sharding):
 
 
 @contextlib.contextmanager
-def no_sync(model):
-    """Keep gradients on each worker: those of a step are averaged with its last batch."""
+def no_sync(model: Any) -> Iterator[None]:
+    """Keep the gradients of a batch on each worker; they are averaged with the last batch of the step."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(False)
         yield
@@ -69,27 +91,27 @@ def no_sync(model):
             yield
 
 
-def is_sharded(module):
-    """Return whether the weights are spread over the workers by FSDP."""
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Return whether FSDP spreads the weights over the workers."""
     return hasattr(next(module.parameters()), "device_mesh")
 
 
-def reshard(module):
-    """Let go of the whole weights that FSDP may keep after a forward pass, until a backward pass that does not come."""
+def reshard(module: torch.nn.Module) -> None:
+    """Free the gathered weights that FSDP keeps after a forward pass for a backward pass; here none follows."""
     for part in module.modules():
         if hasattr(part, "reshard"):
-            part.reshard()
+            part.reshard()  # type: ignore[operator]
 
 
-def local(tensors):
-    """Return this worker's part of each tensor: memory of the tensors themselves."""
+def local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this worker's part of each tensor, a view of it."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
-def place_like(tensor, parameter):
-    """Return a whole tensor as this worker holds `parameter`: the same part, device and memory layout.
+def place_like(tensor: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return a whole tensor the way this worker holds `parameter`: the same part, device and memory layout.
 
-    One of another shape, say a count of steps, is on the same device.
+    A tensor of another shape, such as a count of steps, is moved to the same device.
     """
     import torch
 
@@ -104,17 +126,17 @@ def place_like(tensor, parameter):
 
 
 class Ema:
-    """The exponential moving average of some parameters (arXiv 2006.11239, section 4), in their own parts and type.
+    """The exponential moving average of parameters (arXiv 2006.11239, section 4), sharded and typed as they are.
 
-    Step n averages with min(decay, (1 + n) / (10 + n)), so that the first weights are soon forgotten.
+    Step n uses min(decay, (1 + n) / (10 + n)), so that the average soon forgets the first weights.
     """
 
-    def __init__(self, parameters, decay):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], decay: float) -> None:
         self.parameters, self.decay = list(parameters), decay
         self.averages = [parameter.detach().clone() for parameter in self.parameters]
 
-    def update(self, step):
-        """Take in the weights after `step` steps."""
+    def update(self, step: int) -> None:
+        """Add the weights after `step` steps to the average."""
         import torch
 
         decay = min(self.decay, (1 + step) / (10 + step))
@@ -122,8 +144,8 @@ class Ema:
             torch._foreach_lerp_(local(self.averages), local(self.parameters), 1 - decay)
 
     @contextlib.contextmanager
-    def in_place(self):
-        """Let the model hold the averages for a while."""
+    def in_place(self) -> Iterator[None]:
+        """Swap the averages into the model for the duration of a with block."""
         import torch
 
         kept = [tensor.clone() for tensor in local(self.parameters)]

@@ -1,8 +1,12 @@
 """The result of a training: a whole pipeline with a model card and sample images."""
 
+from __future__ import annotations
+
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common import folders
 from common.errors import one_line
@@ -12,54 +16,75 @@ from pipelines.model_folder import TRAINING_LOG, copy_component
 from training import validation
 from training.checkpoints import write_module
 from training.logs import LOG
+from training.task import Images, Output
 from utils import image_seed
 
+if TYPE_CHECKING:
+    import torch
 
-def publish_pipeline(config, step, device, weights, prompts, card):
-    """Publish the base pipeline with the modules in `weights` in --output_dir, with a model card and sample images.
 
-    What was not trained is copied: the same files for the libraries that read the base, the same latents.
-    weights: a checkpoint's folder; prompts: one for each sample; card(samples): the text of the card.
+def publish_pipeline(
+    output: Output,
+    images: Images,
+    step: int,
+    device: torch.device,
+    weights: Path,
+    prompts: list[str],
+    card: Callable[[list[Path]], str],
+) -> None:
+    """Publish the base pipeline with the modules in `weights` as --output_dir, with a model card and sample images.
+
+    The other components are copied byte for byte, so that libraries which read the base model read them too.
+    weights: the folder of a checkpoint. prompts: one for each sample. card(samples): returns the model card.
     """
     import torch
 
-    base = Path(config["model_dir"])
-    pipeline = loading.load_pipeline(config["model_dir"], torch.float32, weights)
-    with folders.staging(config["output_dir"]) as beside:
+    base = Path(output.model_dir)
+    pipeline = loading.load_pipeline(output.model_dir, torch.float32, weights)
+    with folders.staging(output.output_dir) as beside:
         shutil.copyfile(base / "model_index.json", beside / "model_index.json")
         for name in components(read_index(base)):
             if Path(weights, name).is_dir():
                 write_module(beside / name, getattr(pipeline, name))
             else:
                 copy_component(base / name, beside / name)
-        sampler = validation.sampler_of(config)
         pipeline.to(device)
-        (beside / "samples").mkdir()
-        for prompt in dict.fromkeys(prompts):  # those of one prompt at once
-            numbers = [number for number, each in enumerate(prompts) if each == prompt]
-            seeds = [image_seed(config["seed"], number) for number in numbers]
-            drawn = loading.draw_images(pipeline, [prompt] * len(seeds), seeds, **sampler)
-            for number, image, flag in zip(numbers, *drawn, strict=True):
-                if not flag:
-                    image.save(beside / "samples" / f"{number}.png")
-        shutil.copy(Path(config["work_dir"]) / LOG, beside / TRAINING_LOG)
-        text = card(config, step, sorted((beside / "samples").iterdir())) + validation.copy_to_card(config, beside)
+        draw_samples(pipeline, beside / "samples", prompts, images)
+        shutil.copy(Path(output.work_dir) / LOG, beside / TRAINING_LOG)
+        text = card(sorted((beside / "samples").iterdir()))
+        text += validation.copy_to_card(images.validation_prompts, output.work_dir, beside)
         (beside / "README.md").write_text(text, encoding="utf-8")
-        folders.publish(beside, config["output_dir"], step=step, settings=config["settings"])
+        folders.publish(beside, output.output_dir, step=step, settings=output.settings)
 
 
-def _table(settings):
+def draw_samples(pipeline: Any, folder: Path, prompts: list[str], images: Images) -> None:
+    """Draw one image for each prompt, 0.png to N.png, without those that the safety checker flags."""
+    folder.mkdir()
+    for prompt in dict.fromkeys(prompts):  # equal prompts in one batch
+        numbers = [number for number, each in enumerate(prompts) if each == prompt]
+        seeds = [image_seed(images.seed, number) for number in numbers]
+        drawn = loading.draw_images(pipeline, [prompt] * len(seeds), seeds, **validation.sampler_of(images))
+        for number, image, flag in zip(numbers, *drawn, strict=True):
+            if not flag:
+                image.save(folder / f"{number}.png")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model cards: README.md with the front matter of the model hub
+
+
+def _table(settings: dict[str, Any]) -> str:
     shown = {name: json.dumps(value).replace("|", "\\|") for name, value in sorted(settings.items())}
     rows = "\n".join(f"| {name} | {value} |" for name, value in shown.items())
     return f"| setting | value |\n|---|---|\n{rows}"
 
 
-def _pictures(samples):
+def _pictures(samples: list[Path]) -> str:
     return " ".join(f"![{path.stem}](samples/{path.name})" for path in samples)
 
 
-def _usage(prompt):
-    """Return how to draw with the folder, wherever it lies; the type is given as its parts may be stored in several."""
+def _usage(prompt: str) -> str:
+    """Return how to draw with the folder; the data type is given because components may be stored in several."""
     return f"""## Use
 
 ```python
@@ -71,15 +96,18 @@ image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]
 ```"""
 
 
-def dreambooth_card(config, step, samples):
-    """Return the README.md of a tuned pipeline, with the front matter of the model hub."""
-    base, licence = base_name(config["model_dir"]), base_license(config["model_dir"])
-    skipped = one_line(", ".join(config["skipped_images"]))
-    left_out = f"\nImages left out, as they could not be read: {skipped}.\n" if skipped else ""
-    prompt = one_line(config["instance_prompt"].replace("`", "'"))
+def dreambooth_card(
+    samples: list[Path], model_dir: str, instance_prompt: str, skipped_images: list[str], settings: dict[str, Any]
+) -> str:
+    """Return the model card of a pipeline that train.py tuned; skipped_images: names of photos that were left out."""
+    base, licence = base_name(model_dir), base_license(model_dir)
+    left_out = ""
+    if skipped_images:
+        left_out = f"\nImages left out, as they could not be read: {one_line(', '.join(skipped_images))}.\n"
+    prompt = one_line(instance_prompt.replace("`", "'"))
     return f"""---
 base_model: {json.dumps(base)}
-instance_prompt: {json.dumps(config["instance_prompt"], ensure_ascii=False)}
+instance_prompt: {json.dumps(instance_prompt, ensure_ascii=False)}
 library_name: diffusers
 license: {licence}
 pipeline_tag: text-to-image
@@ -88,23 +116,30 @@ tags: [dreambooth, stable-diffusion, text-to-image]
 
 # {prompt}
 
-`{base}`, taught one subject with DreamBooth (arXiv 2208.12242). Name the subject as the prompt it learned
-does: `{prompt}`.
+`{base}`, fine-tuned on one subject with DreamBooth (arXiv 2208.12242). Name the subject in prompts as in training:
+`{prompt}`.
 
 {_pictures(samples)}
 
-Licence: that of the base model ({licence}); the photos are their owner's.
+Licence: that of the base model ({licence}); the photos belong to their owner.
 {left_out}
-{_usage(one_line(config["instance_prompt"]))}
+{_usage(one_line(instance_prompt))}
 
-{_table({**config["settings"], "max_train_steps": step})}
+{_table(settings)}
 """
 
 
-def pretraining_card(config, step, samples):
-    """Return the README.md of a pre-trained pipeline, with the front matter of the model hub."""
-    base = base_name(config["model_dir"])
-    captions = "\n".join(f"- {one_line(prompt)}" for prompt in config["sample_prompts"])
+def pretraining_card(
+    samples: list[Path],
+    model_dir: str,
+    output_dir: str,
+    sample_prompts: list[str],
+    rows_per_step: int,
+    settings: dict[str, Any],
+) -> str:
+    """Return the model card of a pipeline whose UNet pretrain.py trained; settings: with `max_train_steps`."""
+    base = base_name(model_dir)
+    captions = "\n".join(f"- {one_line(prompt)}" for prompt in sample_prompts)
     return f"""---
 library_name: diffusers
 license: other
@@ -112,15 +147,16 @@ pipeline_tag: text-to-image
 tags: [stable-diffusion, text-to-image]
 ---
 
-# {Path(config["output_dir"]).name}
+# {Path(output_dir).name}
 
-A UNet trained for {step} steps of {config["rows_per_step"]} images; its VAE and text encoder are those of `{base}`.
+A UNet trained for {settings["max_train_steps"]} steps of {rows_per_step} images. Its VAE and text encoder are those of
+`{base}`.
 
 {_pictures(samples)}
 
 {captions}
 
-{_usage(one_line((config["sample_prompts"] or ["a caption like those it learned"])[0]))}
+{_usage(one_line((sample_prompts or ["a caption like those in the training data"])[0]))}
 
-{_table({**config["settings"], "max_train_steps": step})}
+{_table(settings)}
 """

@@ -1,7 +1,10 @@
-"""The work folder of a training: is its run done, can it go on, what of it may go."""
+"""The work folder of a training: is its run done, can it continue, which of its files may be deleted."""
 
+import argparse
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from common import folders
 from common.errors import BadInput
@@ -9,13 +12,17 @@ from pipelines.model_folder import count_weights
 from training.checkpoints import LATEST, list_checkpoints
 from training.logs import LOG
 
-TO_GO_ON = ("checkpoint-*", ".checkpoint-*", LATEST, ".latest.tmp", "posteriors", ".posteriors.*")
+TO_CONTINUE = ("checkpoint-*", ".checkpoint-*", LATEST, ".latest.tmp", "posteriors", ".posteriors.*")
 WORK_FILES = (LOG, "tensorboard", "ray", "validation")
-RECORD = "run.json"  # of the run in a work folder: settings, steps, workers, whether its checkpoints are kept
+RECORD = "run.json"  # of the run in a work folder: settings, steps, num_workers, keep_checkpoints
 
 
-def is_finished(output_dir, settings, steps, overwrite):
-    """Return whether `output_dir` holds the result of these settings; raise BadInput where it holds something else."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Before a run
+
+
+def is_finished(output_dir: str | Path, settings: dict, steps: int, overwrite: bool) -> bool:
+    """Return whether `output_dir` holds the result of these settings; raise BadInput if it holds something else."""
     output_dir = Path(output_dir)
     manifest = folders.read_manifest(output_dir) or {}
     if manifest.get("settings") == settings and manifest.get("step") == steps:
@@ -31,83 +38,88 @@ def is_finished(output_dir, settings, steps, overwrite):
     return False
 
 
-def check_can_go_on(output_dir, work_dir, steps, overwrite):
-    """Raise BadInput where a result is to be trained on and its checkpoints were dropped."""
+def check_can_continue(output_dir: str, work_dir: str, steps: int, overwrite: bool) -> None:
+    """Raise BadInput if a published result is to be trained further and its checkpoints are deleted."""
     manifest = folders.read_manifest(output_dir)
     if manifest and not overwrite and not list_checkpoints(work_dir):
         raise BadInput(
             f"--output_dir {output_dir} is trained for {manifest['step']} steps and --work_dir {work_dir} has no "
-            f"checkpoint of it: --overwrite trains {steps} steps anew, and --keep_checkpoints keeps one to go on from"
+            f"checkpoint of it: --overwrite trains {steps} steps from the start; --keep_checkpoints keeps checkpoints"
         )
 
 
-def _is_to_drop(args):
-    """Return whether the work folder holds what only a longer run needs, of the run that published --output_dir.
+def open_work_dir(work_dir: str | Path, record: dict[str, Any], overwrite: bool) -> None:
+    """Make `work_dir` the folder of this run: kept if the run can continue from it, emptied if nothing is lost.
 
-    Not of one of other settings or another length, and not of one that was started to keep it.
-    """
-    record = folders.read_json(Path(args.work_dir) / RECORD)
-    if record.get("keep_checkpoints", True):  # an older version's record says nothing
-        return False
-    manifest = folders.read_manifest(args.output_dir) or {}
-    is_its = (manifest.get("settings"), manifest.get("step")) == (record["settings"], record["steps"])
-    return is_its and bool(_to_go_on(args.work_dir))
-
-
-def drop_checkpoints(work_dir):
-    """Remove what only a longer run needs: checkpoints and the latent cache."""
-    _remove(_to_go_on(work_dir))
-
-
-def _to_go_on(work_dir):
-    """Return our own files among those that have such names: the folders that we sealed or were about to."""
-
-    def is_ours(path):
-        return path.name[0] == "." or path.is_symlink() or (path / folders.MANIFEST).is_file()
-
-    return [path for name in TO_GO_ON for path in Path(work_dir).glob(name) if is_ours(path)]
-
-
-def _remove(paths):
-    for path in paths:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def open_work_dir(work_dir, record, overwrite):
-    """Make `work_dir` the one of this run: kept where it can go on from there, emptied where nothing is lost.
-
-    record: what RECORD says. Raises BadInput, unless `overwrite`, where there are checkpoints of other settings, or one
-    past the run's steps.
+    record: the content of RECORD. Raises BadInput, unless `overwrite`, if there are checkpoints of other settings, or
+    one after the last step of this run.
     """
     work_dir, settings, steps = Path(work_dir), record["settings"], record["steps"]
     checkpoints = list_checkpoints(work_dir)
     earlier = folders.read_json(work_dir / RECORD).get("settings")
     if earlier is None and checkpoints:
-        earlier = folders.read_manifest(checkpoints[-1][1])["settings"]
+        earlier = (folders.read_manifest(checkpoints[-1][1]) or {}).get("settings")
     reached = max((step for step, _ in checkpoints), default=0)
     if earlier not in (None, settings) or reached > steps:
         if checkpoints and not overwrite:
             folders.check_same_settings(settings, earlier, f"--work_dir {work_dir}")
             raise BadInput(
                 f"--work_dir {work_dir} has a checkpoint of step {reached}, more than {steps}: train for {reached} or "
-                "more, or pass --overwrite, which drops it"
+                "more steps, or delete it with --overwrite"
             )
-        _remove([*_to_go_on(work_dir), *(path for name in WORK_FILES for path in work_dir.glob(name))])
+        _remove([*_files_to_continue(work_dir), *(path for name in WORK_FILES for path in work_dir.glob(name))])
     folders.write_json(work_dir / RECORD, record)
 
 
-def recorded_workers(work_dir):
-    """Return the number of workers of the run in `work_dir`, None where there is none: it goes on with as many."""
+def recorded_workers(work_dir: str | Path) -> int | None:
+    """Return the number of workers of the run in `work_dir`, None if there is none; it continues with as many."""
     return folders.read_json(Path(work_dir) / RECORD).get("num_workers")
 
 
-def check_disk(args, trained_weights, copies, cache=0):
+def check_disk(args: argparse.Namespace, trained_weights: int, copies: int, cache: int = 0) -> None:
     """Raise OutOfResource unless the checkpoints, the cache [bytes] and the result fit on their disks.
 
-    copies: numbers that a checkpoint holds of each trained weight: itself, Adam's two and perhaps its average.
+    copies: numbers in a checkpoint per trained weight: the weight, Adam's two averages and perhaps the moving average.
     """
     left = max(0, args.checkpoints_total_limit + 1 - len(list_checkpoints(args.work_dir)))
     checkpoints = left * 4 * copies * trained_weights
     result = 4 * count_weights(args.model_dir)
     needs = [("--work_dir", args.work_dir, checkpoints + cache), ("--output_dir", args.output_dir, result)]
     folders.check_space(needs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# After a run
+
+
+def is_to_drop(output_dir: str, work_dir: str) -> bool:
+    """Return whether the work folder still holds files that only a longer run needs, of the published run.
+
+    The answer is no for a run of other settings or another length, and for one that was started with
+    --keep_checkpoints.
+    """
+    record = folders.read_json(Path(work_dir) / RECORD)
+    if record.get("keep_checkpoints", True):  # the record of an older version does not say
+        return False
+    manifest = folders.read_manifest(output_dir) or {}
+    is_its = (manifest.get("settings"), manifest.get("step")) == (record["settings"], record["steps"])
+    return is_its and bool(_files_to_continue(work_dir))
+
+
+def drop_checkpoints(work_dir: str | Path) -> None:
+    """Delete the files that only a longer run needs: checkpoints and the latent cache."""
+    _remove(_files_to_continue(work_dir))
+
+
+def _files_to_continue(work_dir: str | Path) -> list[Path]:
+    """Return the files of such names that are ours: folders that were sealed, or were about to be."""
+
+    def is_ours(path: Path) -> bool:
+        return path.name[0] == "." or path.is_symlink() or (path / folders.MANIFEST).is_file()
+
+    return [path for name in TO_CONTINUE for path in Path(work_dir).glob(name) if is_ours(path)]
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -1,12 +1,17 @@
-"""Pictures while a model trains: drawn from the weights of a step with fixed seeds, and a strip of them, a row a step.
+"""Validation images: drawn at some steps with fixed seeds, and collected in a strip with one row for each step.
 
-They do not change the run: the modules keep their mode and type, and nothing is drawn from torch's own generator.
+Drawing does not change the run: modules keep their mode and data type, and torch's own generator is not used.
 """
+
+from __future__ import annotations
 
 import contextlib
 import io
 import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,28 +19,34 @@ from common import folders
 from common.errors import one_line
 from common.images import read_image
 from pipelines import loading
-from training.loop import is_due, stop_asked
+from training.loop import check_owner, is_due, stop_asked
+from training.task import Images, Task
+from training.workers import Place
 from utils import image_seed
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
 
 FOLDER = "validation"  # in the work folder
 STRIP = "strip.png"
-RECORD = "validation.json"
-NUM_INFERENCE_STEPS = 30  # of the model's own sampler, here and for the card's samples
-STRIP_SIDE = 128  # pixels of a picture's longer side on the strip, at most
-MARGIN, LABEL = 4, 48  # pixels between pictures, and of the step's number beside a row
+RECORD = "validation.json"  # what decides the images of the folder
+NUM_INFERENCE_STEPS = 30  # of the model's own sampler, for validation images and for samples on the model card
+STRIP_SIDE = 128  # pixels of an image's longer side on the strip, at most
+MARGIN, LABEL = 4, 48  # pixels between images; width of the step number at the left of a row
 
 
 class Painter:
-    """Draws `num_images` of each prompt at a step, with the modules in training and the model's other parts."""
+    """Draws the validation images with the modules in training and the other components of the base model."""
 
-    def __init__(self, config, modules, place, dtype):
-        self.config, self.modules, self.place, self.dtype = config, modules, place, dtype
-        self.folder = Path(config["work_dir"]) / FOLDER
+    def __init__(self, task: Task, modules: dict[str, Any], place: Place, dtype: torch.dtype) -> None:
+        self.task, self.modules, self.place, self.dtype = task, modules, place, dtype
+        self.folder = Path(task.output.work_dir) / FOLDER
 
-    def draw(self, step):
-        """Draw step `step` where it is one to draw; return {prompt: its pictures in a row, [H, W, 3]}, or {}."""
-        config = self.config
-        is_asked = config["validation_prompts"] and is_due(step, config["validation_steps"], config["max_train_steps"])
+    def draw(self, step: int) -> dict[str, np.ndarray]:
+        """Return {prompt: its images in a row, [H, W, 3] uint8} of `step`, or {} if no images are due."""
+        images, schedule = self.task.images, self.task.schedule
+        is_asked = images.validation_prompts and is_due(step, schedule.validation_steps, schedule.max_train_steps)
         if not is_asked:
             return {}
         self._open_folder()
@@ -44,46 +55,45 @@ class Painter:
             with folders.staging(target) as beside:
                 if not self._draw_in(beside):
                     return {}
-                folders.check_owner(Path(config["work_dir"]) / folders.LOCK, config["owner"])
+                check_owner(self.task)
                 folders.publish(beside, target, step=step)
-        count, rows = config["num_validation_images"], read_rows(self.folder)
+        count, rows = images.num_validation_images, read_rows(self.folder)
         strip = io.BytesIO()
         make_strip(rows, count).save(strip, "PNG")
         folders.write_bytes(self.folder / STRIP, strip.getvalue())
-        pictures = [np.asarray(read_image(path)) for path in rows[step]]
-        prompts = enumerate(config["validation_prompts"])
-        return {prompt: np.concatenate(pictures[i * count : (i + 1) * count], axis=1) for i, prompt in prompts}
+        drawn = [np.asarray(read_image(path)) for path in rows[step]]
+        prompts = enumerate(images.validation_prompts)
+        return {prompt: np.concatenate(drawn[i * count : (i + 1) * count], axis=1) for i, prompt in prompts}
 
-    def _open_folder(self):
-        """Make the folder one of these pictures: rows of other prompts would not line up with theirs."""
-        names = ("validation_prompts", "num_validation_images", "guidance_scale", "seed", "resolution")
-        asked = {name: self.config[name] for name in names}
+    def _open_folder(self) -> None:
+        """Empty the folder if it holds images of other prompts or settings: their rows would not line up."""
+        asked = asdict(self.task.images) | {"validation_prompts": list(self.task.images.validation_prompts)}
         if folders.read_json(self.folder / RECORD) != asked:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
             folders.write_json(self.folder / RECORD, asked)
 
-    def _draw_in(self, folder):
-        """Draw all prompts in `folder`; return whether no signal came in between."""
+    def _draw_in(self, folder: Path) -> bool:
+        """Draw all prompts to `folder`; return False if the run is asked to stop meanwhile."""
         import torch
 
-        config, device = self.config, self.place.device
-        pipeline = loading.load_pipeline(config["model_dir"], torch.float32, safety_checker=False, modules=self.modules)
+        images, output, device = self.task.images, self.task.output, self.place.device
+        pipeline = loading.load_pipeline(output.model_dir, torch.float32, safety_checker=False, modules=self.modules)
         pipeline.vae.to(device)
-        seeds = [image_seed(config["seed"], index) for index in range(config["num_validation_images"])]
+        seeds = [image_seed(images.seed, index) for index in range(images.num_validation_images)]
         with evaluating(self.modules), torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            for i, prompt in enumerate(config["validation_prompts"]):
-                if stop_asked(config):
+            for i, prompt in enumerate(images.validation_prompts):
+                if stop_asked(output.work_dir):
                     return False
-                images, _ = loading.draw_images(pipeline, [prompt] * len(seeds), seeds, **sampler_of(config))
-                for j, image in enumerate(images):
+                drawn, _ = loading.draw_images(pipeline, [prompt] * len(seeds), seeds, **sampler_of(images))
+                for j, image in enumerate(drawn):
                     image.save(folder / f"{i}-{j}.png")
         return True
 
 
 @contextlib.contextmanager
-def evaluating(modules):
-    """Put modules in evaluation mode for a while, and each of their parts back in the mode it had."""
+def evaluating(modules: dict[str, torch.nn.Module]) -> Iterator[None]:
+    """Put modules in evaluation mode for the duration of a with block, then restore the mode of each submodule."""
     parts = [part for module in modules.values() for part in module.modules()]
     modes = [part.training for part in parts]
     for part in parts:
@@ -95,20 +105,20 @@ def evaluating(modules):
             part.training = mode
 
 
-def sampler_of(config):
-    """Return how the pictures of a training are drawn, here and on its card, as draw_images takes it."""
-    side = config["resolution"]
-    steps, scale = NUM_INFERENCE_STEPS, config["guidance_scale"]
+def sampler_of(images: Images) -> dict[str, Any]:
+    """Return the options of loading.draw_images for the images of a training."""
+    side = images.resolution
+    steps, scale = NUM_INFERENCE_STEPS, images.guidance_scale
     return {"num_inference_steps": steps, "guidance_scale": scale, "height": side, "width": side}
 
 
-def step_name(step):
-    """Return the name of the folder of a step's pictures."""
+def step_name(step: int) -> str:
+    """Return the name of the folder with the images of a step."""
     return f"step-{step:06d}"
 
 
-def read_rows(folder):
-    """Return {step: paths of its pictures, prompt by prompt} of the steps that lie whole in `folder`, in order."""
+def read_rows(folder: str | Path) -> dict[int, list[Path]]:
+    """Return {step: paths of its images, prompt by prompt} of the steps that are whole in `folder`, in order."""
     rows = {}
     for path in sorted(Path(folder).glob("step-*")):
         manifest = folders.read_manifest(path)
@@ -117,46 +127,46 @@ def read_rows(folder):
     return rows
 
 
-def place_of(name):
-    """Return (prompt, picture) of a file name: (1, 10) of "1-10.png"."""
-    return tuple(map(int, Path(name).stem.split("-")))
+def place_of(name: str) -> tuple[int, int]:
+    """Return (prompt, image) of a file name: (1, 10) of "1-10.png"."""
+    prompt, image = Path(name).stem.split("-")
+    return int(prompt), int(image)
 
 
-def make_strip(rows, num_images):
-    """Return a picture of all pictures: a row a step, the `num_images` of a prompt side by side."""
+def make_strip(rows: dict[int, list[Path]], num_images: int) -> Image.Image:
+    """Return one image of all images: a row for each step, the `num_images` of a prompt side by side."""
     from PIL import Image, ImageDraw, ImageFont
 
     paths = list(rows.values())
     with Image.open(paths[0][0]) as first:
         width, height = (max(1, side * STRIP_SIDE // max(STRIP_SIDE, *first.size)) for side in first.size)
-    gaps = (len(paths[0]) - 1) // num_images  # prompts stand a margin further apart
+    gaps = (len(paths[0]) - 1) // num_images  # between prompts there is a wider gap
     size = (LABEL + len(paths[0]) * (width + MARGIN) + gaps * MARGIN, MARGIN + len(paths) * (height + MARGIN))
     strip = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(strip), ImageFont.load_default(12)
-    for row, (step, pictures) in enumerate(rows.items()):
+    for row, (step, images) in enumerate(rows.items()):
         y = MARGIN + row * (height + MARGIN)
         draw.text((LABEL - MARGIN, y + height // 2), str(step), "black", font, anchor="rm")
-        for i, path in enumerate(pictures):
+        for i, path in enumerate(images):
             x = LABEL + i * (width + MARGIN) + i // num_images * MARGIN
-            with Image.open(path) as picture:
-                strip.paste(picture.resize((width, height), Image.Resampling.LANCZOS), (x, y))
+            with Image.open(path) as image:
+                strip.paste(image.resize((width, height), Image.Resampling.LANCZOS), (x, y))
     return strip
 
 
-def copy_to_card(config, folder):
-    """Copy the last pictures and the strip to `folder`/validation; return Markdown that shows them, "" for none."""
-    rows = read_rows(Path(config["work_dir"]) / FOLDER) if config.get("validation_prompts") else {}
+def copy_to_card(prompts: tuple[str, ...], work_dir: str, folder: Path) -> str:
+    """Copy the last images and the strip to `folder`/validation; return Markdown that shows them, "" without images."""
+    rows = read_rows(Path(work_dir) / FOLDER) if prompts else {}
     if not rows:
         return ""
     (folder / FOLDER).mkdir()
-    shutil.copy(Path(config["work_dir"]) / FOLDER / STRIP, folder / FOLDER)
+    shutil.copy(Path(work_dir) / FOLDER / STRIP, folder / FOLDER)
     lines = []
     for path in rows[max(rows)]:
         shutil.copy(path, folder / FOLDER)
         prompt, number = place_of(path.name)
         if number == 0:
-            lines.append(f"\n{one_line(config['validation_prompts'][prompt])}\n")
+            lines.append(f"\n{one_line(prompts[prompt])}\n")
         lines.append(f"![{number + 1}]({FOLDER}/{path.name})")
-    steps = ", ".join(map(str, rows))
-    pictures = "\n".join(lines)
-    return f"\n## While it learned\n\n![Steps {steps}]({FOLDER}/{STRIP})\n\nAfter step {max(rows)}:\n{pictures}\n"
+    steps, shown = ", ".join(map(str, rows)), "\n".join(lines)
+    return f"\n## Validation images\n\n![Steps {steps}]({FOLDER}/{STRIP})\n\nAfter step {max(rows)}:\n{shown}\n"

@@ -125,7 +125,7 @@ def kill_workers(command, flags, folder, rng, scale):
                 os.kill(rng.choice(workers_of(script.pid)), signal.SIGKILL)
                 note(f"killed one at step {step}")
             assert script.wait(600) == 0, script.stderr
-        restarts += script.stderr.count("starting the workers again")
+        restarts += script.stderr.count("restarting the workers")
         assert no_lies(out) > 0
         assert_same(out, folder / "whole" / "out")
     return len(steps), f"{restarts} times started again, each result bit-equal to the undisturbed one"

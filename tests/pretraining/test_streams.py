@@ -14,6 +14,7 @@ from common import errors
 from pretraining import streams
 from pretraining.raw_data import list_sources
 from pretraining.streams import (
+    Batching,
     Order,
     RawImages,
     ahead,
@@ -160,20 +161,20 @@ def test_batches_run_over_windows_and_what_is_left_waits(sizes):
 # Batches
 
 CHUNK_ROWS = (5, 4, 7, 3, 6)
-CONFIG = {
-    "batch_size_per_worker": 2,
-    "gradient_accumulation_steps": 2,
-    "caption_dropout": 0.3,
-    "seed": 5,
-    "num_train_timesteps": 1000,
-}
+BATCHING = Batching(
+    batch_size=2,
+    gradient_accumulation_steps=2,
+    caption_dropout=0.3,
+    seed=5,
+    num_train_timesteps=1000,
+)
 NO_CAPTION = np.full((1, 1), -1, np.float32)
 
 
 def batches_of(first, last, rank=0, world_size=1, **changes):
-    order = Order(CHUNK_ROWS, rank, world_size, 2, CONFIG["seed"])
+    order = Order(CHUNK_ROWS, rank, world_size, 2, BATCHING.seed)
     load = fake_load(CHUNK_ROWS)
-    return list(training_batches(order, load, first, last, {**CONFIG, **changes}, NO_CAPTION))
+    return list(training_batches(order, load, first, last, replace(BATCHING, **changes), NO_CAPTION))
 
 
 def assert_same(one, other):
@@ -213,13 +214,13 @@ def test_noise_depends_on_seed_step_and_global_row_alone():
     import torch
 
     two = [batches_of(0, 4, rank, 2) for rank in range(2)]
-    one = batches_of(0, 4, batch_size_per_worker=4)
+    one = batches_of(0, 4, batch_size=4)
     for micro, batch in enumerate(one):
         for name in ("noise", "posterior_noise", "timesteps"):
             assert torch.cat([worker[micro][name] for worker in two]).equal(batch[name])
     noise = torch.cat([batch["noise"].ravel() for batch in one] + [batch["posterior_noise"].ravel() for batch in one])
     assert len(set(noise.tolist())) == len(noise) == 64
-    other = torch.cat([batch["noise"].ravel() for batch in batches_of(0, 4, batch_size_per_worker=4, seed=6)])
+    other = torch.cat([batch["noise"].ravel() for batch in batches_of(0, 4, batch_size=4, seed=6)])
     assert not set(noise.tolist()) & set(other.tolist())
 
 
@@ -239,7 +240,7 @@ def test_a_share_of_the_rows_has_no_caption_whoever_takes_them():
     dropped = prompts == -1
     assert prompts[~dropped].equal(rows[~dropped])
     assert abs(dropped.float().mean() - 0.3) < 0.05
-    halves = [batches_of(0, 100, rank, 2, batch_size_per_worker=4) for rank in range(2)]
+    halves = [batches_of(0, 100, rank, 2, batch_size=4) for rank in range(2)]
     both = torch.cat([torch.cat([one["prompt"], other["prompt"]]).ravel() for one, other in zip(*halves, strict=True)])
     assert (both == -1).equal(dropped)
 
@@ -267,7 +268,7 @@ def test_workers_share_the_held_out_rows_whatever_their_number(num_rows):
     shared = {}
     for world_size in (1, 2, 3):
         places = [SimpleNamespace(rank=rank, world_size=world_size) for rank in range(world_size)]
-        batches = [validation_batches(pieces, fake_load((3, 4, 5)), place, CONFIG) for place in places]
+        batches = [validation_batches(pieces, fake_load((3, 4, 5)), place, BATCHING) for place in places]
         assert len({len(each) for each in batches}) == 1
         rows, total = {}, 0.0
         for batch, weights in itertools.chain.from_iterable(batches):

@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from conftest import make_task
 
 from common import errors, folders
 from training import checkpoints, driver, logs, loop, resuming
@@ -80,7 +81,7 @@ def test_a_checkpoint_past_the_length_of_a_run_is_not_taken_for_its_end(tmp_path
     add_checkpoint(tmp_path)  # of step 2
     resuming.open_work_dir(tmp_path, make_record(steps=2), False)
     with pytest.raises(
-        errors.BadInput, match=r"checkpoint of step 2, more than 1: train for 2 or more, or pass --overw"
+        errors.BadInput, match=r"checkpoint of step 2, more than 1: train for 2 or more steps, or delete it"
     ):
         resuming.open_work_dir(tmp_path, make_record(steps=1), False)
     assert checkpoints.newest_checkpoint(tmp_path)[0] == 2
@@ -115,10 +116,6 @@ def test_a_work_folder_without_checkpoints_is_no_loss(tmp_path):
 # Running
 
 
-def make_config(tmp_path, **options):
-    return {"num_workers": 0, "work_dir": str(tmp_path), "max_train_steps": 3, **options}
-
-
 def test_a_run_here_shows_its_log(tmp_path, capsys):
     def train_loop(config):
         assert threading.current_thread() is threading.main_thread()  # where the images were encoded
@@ -126,7 +123,7 @@ def test_a_run_here_shows_its_log(tmp_path, capsys):
             file.write('{"step": 3, "loss": 0.51239, "grad_norm": null}\n')
         return {"step": 3, "trained": 3, "stopped": False}
 
-    assert driver.run_workers(train_loop, make_config(tmp_path))["trained"] == 3
+    assert driver.run_workers(train_loop, make_task(tmp_path))["trained"] == 3
     assert capsys.readouterr().err.splitlines()[-1] == "train: 3/3 steps, 0 steps/s, loss 0.5124"
 
 
@@ -138,20 +135,20 @@ def test_a_log_line_without_a_loss_is_shown_too(tmp_path, capsys, line):
         (tmp_path / logs.LOG).write_text(f"{line}\n")
         return {"step": 3, "trained": 3, "stopped": False}
 
-    driver.run_workers(train_loop, make_config(tmp_path))
+    driver.run_workers(train_loop, make_task(tmp_path))
     assert "train: 2/3 steps" in capsys.readouterr().err
 
 
 def test_a_signal_stops_a_run_after_it_saved(tmp_path):
     def train_loop(config):
         os.kill(os.getpid(), signal.SIGTERM)
-        while not loop.stop_asked(config):
+        while not loop.stop_asked(config["output"]["work_dir"]):
             pass
         return {"step": 1, "trained": 1, "stopped": True}
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(errors.Stopped) as stopped:
-        driver.run_workers(train_loop, make_config(tmp_path))
+        driver.run_workers(train_loop, make_task(tmp_path))
     assert stopped.value.exit_code == 143
     assert not (tmp_path / loop.STOP).exists() and signal.getsignal(signal.SIGTERM) == before
 
@@ -161,7 +158,7 @@ def test_an_error_passes_through(tmp_path):
         raise errors.CheckFailed("no")
 
     with pytest.raises(errors.CheckFailed, match="no"):
-        driver.run_workers(train_loop, make_config(tmp_path))
+        driver.run_workers(train_loop, make_task(tmp_path))
 
 
 @pytest.fixture
@@ -186,13 +183,16 @@ def trainers(monkeypatch):
 def test_workers_are_started_again_as_often_as_is_allowed(tmp_path, trainers, capsys):
     made, failures = trainers
     failures += [RuntimeError("power cut"), RuntimeError("again")]
-    assert driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2)["step"] == 3
+    assert driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=2)["step"] == 3
     assert len(made) == 3 and len({trainer.run.name for trainer in made}) == 3
-    assert made[0].scaling.resources_per_worker == {"CPU": 2.0, "GPU": 0.0} and made[0].config["num_threads"] == 2
+    assert (
+        made[0].scaling.resources_per_worker == {"CPU": 2.0, "GPU": 0.0}
+        and made[0].config["compute"]["num_threads"] == 2
+    )
     assert "power cut" in capsys.readouterr().err and not (tmp_path / "ray").exists()
     failures += [RuntimeError("power cut"), RuntimeError("again")]
     with pytest.raises(RuntimeError, match="again"):
-        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=1)
+        driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=1)
 
 
 def test_a_dead_controller_leaves_no_cpus_behind(tmp_path, trainers, monkeypatch):
@@ -204,11 +204,11 @@ def test_a_dead_controller_leaves_no_cpus_behind(tmp_path, trainers, monkeypatch
     monkeypatch.setattr("ray.shutdown", lambda: calls.append("shutdown"))
     monkeypatch.setattr(driver, "start_ray", lambda *_: calls.append("start") or {"CPU": 4.0})
     failures += [RuntimeError("a worker died"), ray.exceptions.ActorDiedError()]
-    driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2)
+    driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=2)
     assert calls == ["start", "shutdown", "start"] and len(made) == 3
     calls.clear()
     failures += [ray.exceptions.ActorDiedError()]
-    driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=2, address="host:6379")
+    driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=2, address="host:6379")
     assert calls == ["start"]
 
 
@@ -218,9 +218,9 @@ def test_a_worker_that_dies_each_time_is_out_of_memory_at_the_end(tmp_path, trai
     made, failures = trainers
     failures += [ray.exceptions.ActorDiedError() for _ in range(2)]
     with pytest.raises(ray.exceptions.ActorDiedError) as caught:
-        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=1)
+        driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=1)
     assert len(made) == 2 and errors.describe_error(caught.value)[0] == 4
-    assert "memory ran out: starting the workers again from the newest checkpoint" in capsys.readouterr().err
+    assert "memory ran out: restarting the workers from the newest checkpoint" in capsys.readouterr().err
 
 
 def test_the_error_of_another_worker_says_more_than_a_death():
@@ -271,12 +271,15 @@ def test_workers_are_not_started_again_for_an_error_of_the_user(tmp_path, traine
     error.worker_failures = {0: RuntimeError("connection closed"), 1: errors.CheckFailed("not finite")}
     failures.append(error)
     with pytest.raises(RuntimeError) as caught:
-        driver.run_workers(print, make_config(tmp_path, num_workers=2), max_failures=3)
+        driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=3)
     assert len(made) == 1
     assert errors.describe_error(caught.value) == (5, "not finite")
 
 
 def test_a_worker_that_reads_its_data_leaves_half_of_its_cpus(tmp_path, trainers):
     made, _ = trainers
-    driver.run_workers(print, make_config(tmp_path, num_workers=2, pool={"num_workers": 1}))
-    assert made[0].scaling.resources_per_worker == {"CPU": 1.0, "GPU": 0.0} and made[0].config["num_threads"] == 2
+    driver.run_workers(print, make_task(tmp_path, num_workers=2), has_loaders=True)
+    assert (
+        made[0].scaling.resources_per_worker == {"CPU": 1.0, "GPU": 0.0}
+        and made[0].config["compute"]["num_threads"] == 2
+    )

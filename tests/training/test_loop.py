@@ -7,6 +7,7 @@ import training.optimizer
 from common import errors, folders
 from training import logs, workers
 from training.optimizer import MAX_BAD_STEPS, Optimizer
+from training.task import Optimization
 
 
 def make_optimizer(parameters, **options):
@@ -100,16 +101,19 @@ def test_skipped_steps_leave_the_others_as_they_would_be_without_them():
 
 def test_a_run_in_bf16_goes_on_in_fp16(monkeypatch):
     """`auto` takes the type that the GPU at hand computes in; a run in bf16 leaves no loss scale."""
-    config = {"lr": 0.1, "adam_weight_decay": 0.0, "max_grad_norm": 1.0, "lr_scheduler": "constant"}
-    config |= {"lr_warmup_steps": 0, "max_train_steps": 4}
+    settings = Optimization(
+        lr=0.1, lr_scheduler="constant", lr_warmup_steps=0, adam_weight_decay=0.0, max_grad_norm=1.0
+    )
     monkeypatch.setattr(training.optimizer.checkpoints, "restore_optimizer", lambda *arguments: None)
     place = workers.Place(0, 1, torch.device("cpu"))
     for earlier, later in ((torch.bfloat16, torch.float16), (torch.float16, torch.float16)):
         modules = {"unet": torch.nn.Linear(2, 2)}
-        scaler = training.optimizer.make_optimizer(config, modules, place, earlier, None).scaler
+        scaler = training.optimizer.make_optimizer(settings, 4, modules, place, earlier, None).scaler
         manifest = {"scaler": scaler.state_dict()}
         monkeypatch.setattr(training.optimizer.folders, "read_manifest", lambda folder, manifest=manifest: manifest)
-        assert training.optimizer.make_optimizer(config, modules, place, later, "folder").scaler.get_scale() == 2**16
+        assert (
+            training.optimizer.make_optimizer(settings, 4, modules, place, later, "folder").scaler.get_scale() == 2**16
+        )
 
 
 def test_learning_rate_is_a_function_of_the_step():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_task
 from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
@@ -64,19 +65,22 @@ def make_batch(step, first, count):
 
 def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulation=2, dtype=torch.float32,
              validates=False, reduce_dtype="fp32"):  # fmt: skip
-    """Return (training.Run, its config, the UNet, its Ema), where the newest checkpoint of `work_dir` left them."""
-    config = {"seed": 0, "log_every": 1, "settings": {}, "max_train_steps": STEPS, "checkpointing_steps": SAVED}
-    config |= {"work_dir": str(work_dir), "gradient_accumulation_steps": accumulation, "checkpoints_total_limit": 9}
-    config |= {"owner": OWNER, "lr": 1e-2, "lr_scheduler": "constant", "lr_warmup_steps": 0}
-    config |= {"adam_weight_decay": 0.1, "max_grad_norm": 1.0}
-    config |= {"strategy": strategy, "unet": UNET, "init_from_pretrained": False, "gradient_checkpointing": False}
+    """Return (loop.Run, its task, the UNet, its Ema), restored from the newest checkpoint of `work_dir`."""
     (Path(work_dir) / folders.LOCK).write_text(OWNER)
     step, folder = checkpoints.newest_checkpoint(work_dir)
-    if folder:  # as the index of a model folder names it
-        config["model_dir"] = str(Path(work_dir).parent)
-    unet = pretrain.load_unet(config, place, folder)
+    task = make_task(
+        work_dir,
+        model_dir=str(Path(work_dir).parent) if folder else "",  # as the index of a model folder names it
+        max_train_steps=STEPS,
+        checkpointing_steps=SAVED,
+        gradient_accumulation_steps=accumulation,
+        owner=OWNER,
+        lr=1e-2,
+        adam_weight_decay=0.1,
+    )
+    unet = pretrain.load_unet(UNET, task.output.model_dir, place, folder, 0, channels_last=strategy == "ddp")
     model = parallel.wrap(unet, place, strategy, sharding, dtype, reduce_dtype)
-    optimizer = make_optimizer(config, {"unet": unet}, place, dtype, folder)
+    optimizer = make_optimizer(task.optimization, STEPS, {"unet": unet}, place, dtype, folder)
     ema = parallel.Ema(unet.parameters(), 0.5)
     if folder:
         checkpoints.restore_averages(folder / "ema" / "unet", unet, ema)
@@ -107,7 +111,7 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
         after_step=ema.update,
         validate=validate if validates else lambda step: {},
     )
-    return run, config, unet, ema
+    return run, task, unet, ema
 
 
 def start_from(source, work_dir, place):
@@ -141,24 +145,24 @@ def read_checkpoint(folder):
 def train_mode(root, name, place):
     """Train one of MODES undisturbed, from its own earlier checkpoint, and from that of one process."""
     _, strategy, sharding, _ = MODES[name]
-    run, config, unet, ema = make_run(root / name / "undisturbed", place, strategy, sharding)
-    loop.train_steps(run, config, place)
+    run, task, unet, ema = make_run(root / name / "undisturbed", place, strategy, sharding)
+    loop.train_steps(run, task, place)
     state = state_of(run, unet, ema)
     if place.rank == 0:
         torch.save(state, root / name / "state.pt")
 
     start_from(root / name / "undisturbed", root / name / "resumed", place)
-    run, config, _, _ = make_run(root / name / "resumed", place, strategy, sharding, validates=True)
+    run, task, _, _ = make_run(root / name / "resumed", place, strategy, sharding, validates=True)
     assert run.step == SAVED
-    loop.train_steps(run, config, place)
+    loop.train_steps(run, task, place)
 
     start_from(root / "one", root / name / "from one", place)
-    run, config, unet, _ = make_run(root / name / "from one", place, strategy, sharding)
+    run, task, unet, _ = make_run(root / name / "from one", place, strategy, sharding)
     if run.saves:
         (root / name / "again").mkdir(exist_ok=True)
         run.write(root / name / "again")
     run.saves = False
-    loop.train_steps(run, config, place)
+    loop.train_steps(run, task, place)
 
     local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in unet.parameters()]
     facts = {"share": sum(p.numel() for p in local) / sum(p.numel() for p in unet.parameters())}
@@ -177,11 +181,11 @@ def work(rank, world_size, root):
     for name, accumulation, dtype in (("large batch", 1, torch.float32), ("bf16", 2, torch.bfloat16)):
         for strategy in ("ddp", "fsdp") if world_size == 2 else ():
             place = workers.Place(rank, 2, torch.device("cpu"), 2)
-            run, config, _, _ = make_run(root / name / strategy, place, strategy, "FULL_SHARD", accumulation, dtype)
-            loop.train_steps(run, config, place)
+            run, task, _, _ = make_run(root / name / strategy, place, strategy, "FULL_SHARD", accumulation, dtype)
+            loop.train_steps(run, task, place)
     if world_size == 2:
-        run, config, _, _ = make_run(root / "bf16 gradients/ddp", place, reduce_dtype="bf16")
-        loop.train_steps(run, config, place)
+        run, task, _, _ = make_run(root / "bf16 gradients/ddp", place, reduce_dtype="bf16")
+        loop.train_steps(run, task, place)
     torch.distributed.destroy_process_group()
 
 
@@ -196,10 +200,10 @@ def runs(tmp_path_factory):
         (root / name).mkdir(parents=True)
         (root / name).with_name("model_index.json").write_text(index)
     for name, accumulation in (("one", 2), ("one large", 1)):
-        run, config, _, _ = make_run(root / name, ALONE, accumulation=accumulation)
-        loop.train_steps(run, config, ALONE)
-    run, config, _, _ = make_run(root / "validation", ALONE, validates=True)
-    loop.train_steps(run, config, ALONE)
+        run, task, _, _ = make_run(root / name, ALONE, accumulation=accumulation)
+        loop.train_steps(run, task, ALONE)
+    run, task, _, _ = make_run(root / "validation", ALONE, validates=True)
+    loop.train_steps(run, task, ALONE)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "diffusers.models.unets.unet_2d_condition"])
     for size in (2, 4):
@@ -355,10 +359,10 @@ def test_gradients_sent_in_bf16_are_rounded_and_no_more(runs):
 
 @pytest.fixture
 def sealing(tmp_path, monkeypatch):
-    """Return (a run alone, its config, what may be put in `publish`'s place by step: {2: function})."""
+    """Return (a run alone, its task, what may be put in `publish`'s place by step: {2: function})."""
     (tmp_path / "work").mkdir()
     (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]}))
-    run, config, *_ = make_run(tmp_path / "work", ALONE)
+    run, task, *_ = make_run(tmp_path / "work", ALONE)
     instead, publish = {}, folders.publish
 
     def publish_later(folder, target, **facts):
@@ -366,12 +370,12 @@ def sealing(tmp_path, monkeypatch):
         publish(folder, target, **facts)
 
     monkeypatch.setattr(folders, "publish", publish_later)
-    return run, config, instead
+    return run, task, instead
 
 
 def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_holds_the_weights_of_its_step(runs, sealing):
-    run, config, instead = sealing
-    stepped, batch, folder = threading.Event(), run.batch, checkpoints.checkpoint_path(config["work_dir"], SAVED)
+    run, task, instead = sealing
+    stepped, batch, folder = threading.Event(), run.batch, checkpoints.checkpoint_path(task.output.work_dir, SAVED)
 
     def batch_of(step, micro):
         if step > SAVED and not stepped.is_set():  # a step was taken since
@@ -380,28 +384,28 @@ def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_holds_the_weights_of_it
         return batch(step, micro)
 
     run.batch, instead[SAVED] = batch_of, lambda: stepped.wait(60)
-    assert loop.train_steps(run, config, ALONE) == STEPS and stepped.is_set()
+    assert loop.train_steps(run, task, ALONE) == STEPS and stepped.is_set()
     assert_equal(read_checkpoint(folder), read_checkpoint(checkpoints.checkpoint_path(runs / "one", SAVED)))
-    assert [step for step, _ in checkpoints.list_checkpoints(config["work_dir"])] == [SAVED, STEPS]
+    assert [step for step, _ in checkpoints.list_checkpoints(task.output.work_dir)] == [SAVED, STEPS]
 
 
 @pytest.mark.parametrize("step", [SAVED, STEPS])
 def test_a_checkpoint_that_cannot_be_sealed_ends_the_run_and_leaves_nothing_of_itself(sealing, step):
-    run, config, instead = sealing
+    run, task, instead = sealing
 
     def fail():
         raise OSError(errno.ENOSPC, "No space left on device")
 
     instead[step] = fail
     with pytest.raises(OSError, match="No space left"):
-        loop.train_steps(run, config, ALONE)
-    folder = Path(config["work_dir"])
+        loop.train_steps(run, task, ALONE)
+    folder = Path(task.output.work_dir)
     assert [kept for kept, _ in checkpoints.list_checkpoints(folder)] == ([SAVED] if step == STEPS else [])
     assert not list(folder.glob(".checkpoint-*"))
 
 
 def test_a_run_that_fails_seals_the_checkpoint_before(sealing):
-    run, config, _ = sealing
+    run, task, _ = sealing
     batch = run.batch
 
     def batch_of(step, micro):
@@ -411,8 +415,8 @@ def test_a_run_that_fails_seals_the_checkpoint_before(sealing):
 
     run.batch = batch_of
     with pytest.raises(RuntimeError, match="no more data"):
-        loop.train_steps(run, config, ALONE)
-    assert [step for step, _ in checkpoints.list_checkpoints(config["work_dir"])] == [SAVED]
+        loop.train_steps(run, task, ALONE)
+    assert [step for step, _ in checkpoints.list_checkpoints(task.output.work_dir)] == [SAVED]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

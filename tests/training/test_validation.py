@@ -91,10 +91,10 @@ def test_other_prompts_start_a_strip_of_their_own(command):  # noqa: F811
 
 
 def test_a_stop_while_drawing_leaves_no_part_of_a_row(command, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(validation, "stop_asked", lambda config: True)
+    monkeypatch.setattr(validation, "stop_asked", lambda work_dir: True)
     command(**FLAGS)
     assert pictures(command.work_dir) == {}
-    assert "While it learned" not in (command.output_dir / "README.md").read_text()
+    assert "Validation images" not in (command.output_dir / "README.md").read_text()
 
 
 def test_modules_keep_their_modes():
