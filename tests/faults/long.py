@@ -348,7 +348,7 @@ SHORT = (
     tests(4, "two_runs", "two runs on one output", "a second run beside one that is halted; then that one is killed"),
     tests(6, "weights", "damage, pickles", "bits, NaN, missing, misshapen and unknown tensors, pickles at all levels"),
     tests(7, "numbers", "NaN and overflow", "cached latents that are NaN, learning rates of 1e30 and 1e38"),
-    tests(8, "images", "bad photos", "decompression bombs, cut, empty, foreign and flipped files"),
+    tests(8, "bad_images", "bad photos", "decompression bombs, cut, empty, foreign and flipped files"),
     tests(9, "names", "odd names", "prompts, tokens, class names, outputs and links, in each script and run.sh"),
     tests(10, "cluster", "open clusters", "no token, an older Ray, other hosts", "token or older or listens"),
 )
@@ -378,7 +378,9 @@ def show(row, file=None):
 def main(args):
     """Run the scenarios that are not done, keep each row as soon as it is there, and print the table."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is killed and the folders go
-    scripts = folders.digest_files(ROOT.glob("*.py"))
+    rooms = ("common", "pipelines", "training", "pretraining", "evaluation")
+    code = [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).glob("*.py"))]
+    scripts = folders.digest_values([[str(path.relative_to(ROOT)), folders.sha256_file(path)] for path in sorted(code)])
     names, results = args.only or list(SCENARIOS), folders.read_json(args.results)
     args.results.parent.mkdir(parents=True, exist_ok=True)
     for name in names:

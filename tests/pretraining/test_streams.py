@@ -234,7 +234,7 @@ def test_every_row_without_its_caption_or_none():
 def test_a_share_of_the_rows_has_no_caption_whoever_takes_them():
     import torch
 
-    size = {"batch_size_per_worker": 8}
+    size = {"batch_size": 8}
     prompts = torch.cat([batch["prompt"].ravel() for batch in batches_of(0, 100, **size)])
     rows = torch.cat([batch["mean"].ravel() for batch in batches_of(0, 100, **size)])
     dropped = prompts == -1
