@@ -440,14 +440,14 @@ DIFFUSERS = {
 }  # fmt: skip
 
 
-def test_the_readmes_table_is_true_of_every_flag_of_diffusers(monkeypatch):
+def test_the_training_guides_table_is_true_of_every_flag_of_diffusers(monkeypatch):
     """`the same` are those that train.py takes under that name; defaults are named where they differ."""
     parsers = []
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda *given: parsers.append(given[0]) or sys.exit())
     with pytest.raises(SystemExit):
         importlib.import_module("train").parse_args([])
     actions = parsers[0]._option_string_actions
-    section = (ROOT / "README.md").read_text().split("### From Diffusers")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "training.md").read_text().split("\n## From Diffusers")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
     named = [(flag, here, defaults) for flags, here, defaults in rows for flag in re.findall(r"`--(\w+)`", flags)]
     assert sorted(flag for flag, _, _ in named) == sorted(DIFFUSERS)
