@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# DreamBooth in numbered steps. ./run.sh runs all of them, ./run.sh 3 one, ./run.sh test the tests.
-#   0 set-up   1 copy the subject's photos   2 cache the model   3 class images   4 fine-tune   5 draw the subject
-#   6 measure what was learned
-# A step that is done is left alone. Every variable below can be set from outside:
+# DreamBooth in numbered steps. ./run.sh runs all steps, ./run.sh 3 runs one, ./run.sh test runs the tests.
+#   0 set up   1 copy the subject's photos   2 cache the model   3 draw class images   4 fine-tune   5 draw the subject
+#   6 measure what the model learned and forgot
+# A finished step is not repeated. Every variable below can be set as an environment variable:
 #   INSTANCE_DIR=~/photos/rex CLASS_NAME=dog ORIG_MODEL_NAME=CompVis/stable-diffusion-v1-4 ./run.sh
-# ./run.sh settings prints what they come to, and runs nothing.
+# ./run.sh settings prints their values and runs nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# The subject: a folder of about five photos, what they show in one or two words, and a rare token to name it by.
+# The subject: a folder of about five photos, its class in one or two words, and a rare token as its identifier.
 INSTANCE_DIR=${INSTANCE_DIR:-assets/subject}
 CLASS_NAME=${CLASS_NAME:-cat}
 UNIQUE_TOKEN=${UNIQUE_TOKEN:-unqtkn}
 
-# The model: a local folder, or a name on the Hugging Face hub at a commit; `main` is the commit that it was when it was
-# first fetched to ORIG_MODEL_DIR.
+# The base model: a local folder, or a name on the Hugging Face hub and a commit. `main` means the commit that was the
+# newest one when the model was first downloaded to ORIG_MODEL_DIR.
 ORIG_MODEL_NAME=${ORIG_MODEL_NAME:-models/emoji-64}
 if [[ $ORIG_MODEL_NAME == CompVis/stable-diffusion-v1-4 ]]; then
     ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-b95be7d6f134c3a9e62ee616f310733567f069ce}
@@ -22,7 +22,7 @@ else
     ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-main}
 fi
 
-# Where everything goes.
+# Output folders.
 DATA_PREFIX=${DATA_PREFIX:-data}
 ORIG_MODEL_DIR=${ORIG_MODEL_DIR:-$DATA_PREFIX/model-orig}
 TUNED_MODEL_DIR=${TUNED_MODEL_DIR:-$DATA_PREFIX/model-tuned}
@@ -31,7 +31,7 @@ IMAGES_REG_DIR=${IMAGES_REG_DIR:-$DATA_PREFIX/images-reg}
 IMAGES_NEW_DIR=${IMAGES_NEW_DIR:-$DATA_PREFIX/images-new}
 EVALUATION_DIR=${EVALUATION_DIR:-$DATA_PREFIX/evaluation}
 
-# How: the values of the paper for Stable Diffusion; the embedded 64-pixel model is small and learns faster.
+# Settings: those of the DreamBooth paper for Stable Diffusion. The embedded 64-pixel model learns faster.
 if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     PROMPT_START=${PROMPT_START:-a 3d emoji of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-50}
@@ -40,35 +40,35 @@ if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
     LR=${LR:-1e-4}
     NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-600}
-    RANDOM_FLIP=${RANDOM_FLIP:---no-random_flip} # this subject has one orange ear, and its tail on one side
+    RANDOM_FLIP=${RANDOM_FLIP:---no-random_flip} # the example subject has one orange ear, and its tail is on one side
     CLIP_MODEL=${CLIP_MODEL:-models/emoji-clip}
     DINO_MODEL=${DINO_MODEL:-none}
     PROMPTS_FILE=${PROMPTS_FILE:-prompts/emoji.txt}
 else
     PROMPT_START=${PROMPT_START:-photo of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-200}
-    NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-4} # of each of the prompts
+    NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-4} # of each prompt
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-50}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
     LR=${LR:-5e-6}
-    NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-800} # one a step on one worker; an eighth of the steps on eight
+    NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-800} # on one worker as many steps, on eight workers an eighth of the steps
     RANDOM_FLIP=${RANDOM_FLIP:---random_flip}
     CLIP_MODEL=${CLIP_MODEL:-openai/clip-vit-base-patch32}
     DINO_MODEL=${DINO_MODEL:-facebook/dino-vits16}
-    PROMPTS_FILE=${PROMPTS_FILE:-prompts/living.txt} # for a thing rather than a pet: prompts/objects.txt
+    PROMPTS_FILE=${PROMPTS_FILE:-prompts/living.txt} # for an object instead of a pet: prompts/objects.txt
 fi
-MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-} # where it is set, the steps, whatever NUM_TRAIN_PAIRS says
+MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-} # if it is set, it overrides NUM_TRAIN_PAIRS
 PRIOR_LOSS_WEIGHT=${PRIOR_LOSS_WEIGHT:-1}
-NUM_WORKERS=${NUM_WORKERS:-} # empty: one on each GPU, or what suits the CPU
+NUM_WORKERS=${NUM_WORKERS:-} # empty: the default of each script
 WORKERS=(${NUM_WORKERS:+--num_workers "$NUM_WORKERS"})
-BATCH_SIZE=${BATCH_SIZE:-10} # pictures drawn at a time
-TRAIN_FLAGS=${TRAIN_FLAGS:-} # further flags of train.py: "--use_8bit_adam --validation_prompts 'a cat on a red mat'"
-DRAW_FLAGS=${DRAW_FLAGS:-}   # further flags of run_model.py and evaluate.py: "--no_safety_checker --sampler dpm++"
+BATCH_SIZE=${BATCH_SIZE:-10} # images drawn at a time
+TRAIN_FLAGS=${TRAIN_FLAGS:-} # more flags for train.py: "--use_8bit_adam --validation_prompts 'a cat on a red mat'"
+DRAW_FLAGS=${DRAW_FLAGS:-}   # more flags for run_model.py and evaluate.py: "--no_safety_checker --sampler dpm++"
 
 CLASS_PROMPT="$PROMPT_START $CLASS_NAME"
 INSTANCE_PROMPT="$PROMPT_START $UNIQUE_TOKEN $CLASS_NAME"
 
-words() { # the words of the variable $1, one a line: quotes keep blanks in a word, and nothing is expanded or run
+words() { # print the words of variable $1, one per line: quotes keep spaces in a word, nothing is expanded or executed
     xargs -r -n 1 printf '%s\n' <<<"${!1}" 2>/dev/null
 }
 for name in TRAIN_FLAGS DRAW_FLAGS; do
@@ -80,7 +80,7 @@ done
 mapfile -t TRAIN_WORDS < <(words TRAIN_FLAGS)
 mapfile -t DRAW_WORDS < <(words DRAW_FLAGS)
 
-settings() { # print every variable above, quoted for a shell
+settings() { # print every variable above, quoted for the shell
     local name names=(INSTANCE_DIR CLASS_NAME UNIQUE_TOKEN ORIG_MODEL_NAME ORIG_MODEL_HASH DATA_PREFIX ORIG_MODEL_DIR
         TUNED_MODEL_DIR IMAGES_OWN_DIR IMAGES_REG_DIR IMAGES_NEW_DIR EVALUATION_DIR PROMPT_START CLASS_PROMPT
         INSTANCE_PROMPT NUM_CLASS_IMAGES NUM_EVALUATION_IMAGES NUM_INFERENCE_STEPS GUIDANCE_SCALE LR NUM_TRAIN_PAIRS
@@ -91,7 +91,7 @@ settings() { # print every variable above, quoted for a shell
     done
 }
 
-step_0() { # set-up: a virtual environment with what requirements.txt pins
+step_0() { # set up: a virtual environment with the packages of requirements.txt
     local file=${1:-requirements.txt} stamp
     stamp=.venv/${file%.txt}.sha256
     if ! sha256sum --check --status "$stamp" 2>/dev/null; then
@@ -102,12 +102,12 @@ step_0() { # set-up: a virtual environment with what requirements.txt pins
     fi
 }
 
-step_1() { # copy the subject's photos; those of another subject are in the way
+step_1() { # copy the subject's photos; photos of another subject in the folder are an error
     mkdir -p "$IMAGES_OWN_DIR"
     local photo
     for photo in "$IMAGES_OWN_DIR"/*; do
         if [[ -e $photo && ! -e $INSTANCE_DIR/${photo##*/} ]]; then
-            echo "run.sh: $photo is not in INSTANCE_DIR=$INSTANCE_DIR: set INSTANCE_DIR, or another DATA_PREFIX" >&2
+            echo "run.sh: $photo is missing in INSTANCE_DIR=$INSTANCE_DIR: set INSTANCE_DIR, or another DATA_PREFIX" >&2
             exit 3
         fi
     done
@@ -122,13 +122,13 @@ step_1() { # copy the subject's photos; those of another subject are in the way
     done
 }
 
-step_2() { # cache the model; the path of the cached snapshot is for the other steps
+step_2() { # cache the model; the other steps use the path of the cached snapshot
     ORIG_MODEL_PATH=$(.venv/bin/python cache_model.py \
         --model_name "$ORIG_MODEL_NAME" --model_dir "$ORIG_MODEL_DIR" \
         --revision "$ORIG_MODEL_HASH" --keep_revision | tail -n 1)
 }
 
-step_3() { # images of the class, drawn by the model before it learns
+step_3() { # draw class images with the base model
     step_2
     .venv/bin/python run_model.py \
         --model_dir "$ORIG_MODEL_PATH" \
@@ -148,7 +148,7 @@ step_4() { # fine-tune the text encoder and the UNet
     if [[ $MAX_TRAIN_STEPS ]]; then
         length=(--max_train_steps "$MAX_TRAIN_STEPS")
     fi
-    if [[ " ${TRAIN_WORDS[*]}" == *" --max_train_"* ]]; then # TRAIN_FLAGS says it
+    if [[ " ${TRAIN_WORDS[*]}" == *" --max_train_"* ]]; then # TRAIN_FLAGS sets the length
         length=()
     fi
     .venv/bin/python train.py \
@@ -168,7 +168,7 @@ step_4() { # fine-tune the text encoder and the UNet
         --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}" \
         "${TRAIN_WORDS[@]}"
-    echo "What it drew while it learned is in $TUNED_MODEL_DIR/validation/strip.png" >&2
+    echo "The validation images are in $TUNED_MODEL_DIR/validation/strip.png" >&2
 }
 
 step_5() { # draw the subject
@@ -184,10 +184,10 @@ step_5() { # draw the subject
         --batch_size "$BATCH_SIZE" \
         "${WORKERS[@]}" \
         "${DRAW_WORDS[@]}"
-    echo "The pictures are in $IMAGES_NEW_DIR" >&2
+    echo "The images are in $IMAGES_NEW_DIR" >&2
 }
 
-step_6() { # measure what was learned and what was forgotten, and show it on one page
+step_6() { # measure what the model learned and forgot, and write a report
     step_2
     .venv/bin/python evaluate.py \
         --model_dir "$TUNED_MODEL_DIR" \
@@ -212,8 +212,8 @@ step_6() { # measure what was learned and what was forgotten, and show it on one
 }
 
 run_step() {
-    local names=("set-up" "the subject's photos" "the model" "class images" "fine-tuning" "images of the subject"
-        "what was learned")
+    local names=("set-up" "the subject's photos" "the base model" "class images" "fine-tuning" "images of the subject"
+        "evaluation")
     echo "== step $1: ${names[$1]}" >&2
     "step_$1"
 }
