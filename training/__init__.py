@@ -1,8 +1,10 @@
-"""What train.py and pretrain.py share: the driver, the workers and what they write. Nothing here knows rows or columns.
+"""The training machinery that train.py and pretrain.py share. Nothing here knows rows or columns of data.
 
-driver       start the workers, follow them, finish      parallel     DDP, FSDP, averaged weights
-resuming     is a run done, can it go on                 checkpoints  saved, sealed, restored
-workers      a worker's place among the others           validation   pictures while it trains
-loop         the steps                                   publishing   the result and its model card
-optimizer    AdamW, schedule, clipping, loss scale       logs         log.jsonl and TensorBoard
+driver       starts the workers, shows their log      optimizer    AdamW, learning-rate schedule, clipping, loss scale
+resuming     is a run done, can it continue           parallel     DDP, FSDP, exponential moving average
+task         what a worker has to know, by topic      checkpoints  saved, sealed, restored
+flags        command-line flags of both scripts       logs         log.jsonl and TensorBoard
+workers      a worker's place among the others        validation   validation images
+loop         the training loop                        publishing   the published pipeline and its model card
+modules      the modules that train.py trains
 """
