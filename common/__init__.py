@@ -1,8 +1,12 @@
-"""What every script uses: the command line, Ray, folders and stores, pictures. Nothing here knows of diffusion.
+"""Code that every script shares and that knows nothing of diffusion models. It imports no other package of the project.
 
-errors     exceptions and exit codes           folders  whole or absent: manifests, locks, digests
-messages   progress on stderr, the result      storage  folders by path or URI: disks, S3, Google Cloud
-cli        the main loop of a script, flags    images   pictures found, decoded, checked, cropped
-cluster    Ray: started, joined, shared        no_gc    Python's garbage collector, off for a while
-actors     work on a pool of Ray Data actors
+errors     exceptions with their exit codes
+messages   messages and progress on stderr, the result on stdout
+cli        entry point of a script, flag types, shared flags
+cluster    start or join Ray, share its CPUs and GPUs
+actors     map work over a pool of Ray Data actors
+folders    atomic writes, manifests, publishing, file locks, digests
+storage    local folders and object stores (S3, Google Cloud Storage) behind one class
+images     find, decode, check, crop and scale images
+no_gc      suspend Python's garbage collector
 """

@@ -1,10 +1,12 @@
-"""Map work over a pool of Ray Data actors, or over this process."""
+"""Map work over a pool of Ray Data actors, or run it in this process."""
 
 import itertools
 import pickle
 import traceback
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from common.cluster import share_resources, start_ray
 from common.errors import Fault, ToolError, as_tool_error, describe_error
@@ -12,16 +14,26 @@ from common.messages import listen, say
 from common.no_gc import no_gc
 
 
-def map_on_actors(worker_class, options, items, num_workers, prepare=None, ordered=False, **place):
-    """Yield `worker_class(**options)(item)` for every item, in the order in which they are done, or of the items.
+def map_on_actors(
+    worker_class: Callable[..., Callable[[Any], Any]] | None,
+    options: dict[str, Any],
+    items: list,
+    num_workers: int | tuple[int, int] | None,
+    prepare: Callable[[Any], Iterable] | None = None,
+    ordered: bool = False,
+    **place: Any,
+) -> Iterator[Any]:
+    """Yield `worker_class(**options)(item)` for every item, in the order of completion, or of the items if `ordered`.
 
-    items: plain values; results: dicts of numbers, strings and numpy arrays.
-    num_workers: 0 for this process, without Ray; n or (min, max) actors of a Ray Data pool; None for one on each GPU,
-    or one on every four CPUs. An actor loads its model once, takes one item at a time, and is started again when it
-    dies, `max_failures` times.
-    prepare: a function that yields the workers' items for one of `items`; it runs on CPU tasks, ahead of the
-    actors where these have a GPU or several CPUs, else in them.
-    worker_class: None yields what `prepare` does. place: what cli.placement returns.
+    An actor loads its model once, takes one item at a time, and is restarted up to `max_failures` times if it dies.
+    worker_class: called on Ray with an additional `num_threads`; None yields the results of `prepare`.
+    items: plain values. Results are dicts of numbers, strings and numpy arrays.
+    num_workers: 0 runs in this process without Ray; N or (min, max) actors of a Ray Data pool; None starts one actor
+    per GPU, else one per four CPUs.
+    prepare: a function that turns one of `items` into an iterable of the workers' items. It runs in CPU tasks ahead of
+    the actors if these leave CPUs free, else inside the actors.
+    place: the keyword arguments that cli.placement returns.
+    Raises the ToolError of a worker.
     """
     if not items:
         return
@@ -35,7 +47,7 @@ def map_on_actors(worker_class, options, items, num_workers, prepare=None, order
     for row in _on_ray(worker_class, options, items, num_workers, prepare, ordered, **place).iter_rows():
         result, said = pickle.loads(row["bytes"])
         for message in dict.fromkeys(said):
-            if message not in heard:  # all actors may say the same
+            if message not in heard:  # several actors may send the same message
                 say(message)
             heard.add(message)
         if isinstance(result, ToolError):
@@ -56,16 +68,13 @@ def _on_ray(
     gpus_per_worker=None,
     max_failures=3,
 ):
-    """Return a Ray Data set of one column, the pickled results of `map_on_actors`."""
+    """Return a Ray Data dataset with one column, the pickled results of `map_on_actors`."""
     resources = start_ray(address, insecure_cluster)
     import ray.data
     from ray.data import ActorPoolStrategy
     from ray.util.annotations import RayDeprecationWarning
 
-    if num_workers is None:
-        num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
-    smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
-    smallest, largest = min(smallest, len(items)), min(largest, len(items))
+    smallest, largest = _pool_size(num_workers, resources, len(items))
     cpus, gpus = share_resources(resources, largest, cpus_per_worker, gpus_per_worker)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -73,24 +82,32 @@ def _on_ray(
     context.execution_options.preserve_order = ordered
     rows = ray.data.from_items([{"bytes": pickle.dumps((item, []))} for item in items], override_num_blocks=len(items))
     if prepare is not _as_it_is:
-        # The CPUs that the actors leave: several tasks for each on a large machine. On one of few CPUs and no GPU the
-        # shares are equal, and Ray Data runs both in the actor: a process less to start and to keep in memory.
+        # These tasks use the CPUs that the actors leave, several tasks per actor on a large machine. On a machine with
+        # few CPUs and no GPU the requests are equal, and Ray Data fuses both stages into the actor: fewer processes.
         rows = rows.flat_map(_Prepare(prepare), num_cpus=min(1.0, cpus / 2))
     if worker_class is None:
         return rows
-    # Ray Data starts an actor that dies again for ever. Ray 2.60 warns that these two options will get another place,
-    # which it does not have yet.
+    # Without a limit Ray Data restarts a dying actor forever. Ray 2.60 deprecates these two options without offering
+    # a replacement yet.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RayDeprecationWarning)
         return rows.map(
             _Actor,
             fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}),
             compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
-            num_cpus=cpus / 2,  # half of what it uses: Ray Data's own tasks must find a place, or all wait for ever
+            num_cpus=cpus / 2,  # half of its share: Ray Data's own tasks need CPUs too, or everything waits forever
             num_gpus=gpus,
             max_restarts=max_failures,
             max_task_retries=max_failures,
         )
+
+
+def _pool_size(num_workers, resources, num_items):
+    """Return the (min, max) number of actors, by default one per GPU or else per four CPUs; at most one per item."""
+    if num_workers is None:
+        num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
+    smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
+    return min(smallest, num_items), min(largest, num_items)
 
 
 def _as_it_is(item):
@@ -98,7 +115,7 @@ def _as_it_is(item):
 
 
 def _attempt(function, *arguments, **options):
-    """Return what a function returns, or as a ToolError what it raises: Ray Data passes on the text of an exception."""
+    """Return a function's result, or its exception as a ToolError: Ray Data forwards only the text of exceptions."""
     try:
         return function(*arguments, **options)
     except Exception as error:
@@ -108,7 +125,7 @@ def _attempt(function, *arguments, **options):
 
 
 def _was_restarted():
-    """Return whether this process is an actor of Ray's that was started again after a death."""
+    """Return whether this process is a Ray actor that was restarted after it died."""
     import ray
 
     context = ray.get_runtime_context() if ray.is_initialized() else None
@@ -116,7 +133,7 @@ def _was_restarted():
 
 
 class _Prepare:
-    """What a Ray Data task does: one item in, some out, as bytes of one column, each with what was said: nothing."""
+    """Ray Data task: run `prepare` on one item. Rows hold pickled (item, messages) pairs; there are no messages yet."""
 
     def __init__(self, prepare):
         self.prepare = prepare
@@ -131,18 +148,17 @@ class _Prepare:
 
 
 class _Actor:
-    """What a Ray Data actor holds: the worker, made once. Results and ToolErrors travel as bytes of one column, each
-    with what was said.
+    """Ray Data actor: create the worker once and call it. Rows hold pickled (result or ToolError, messages) pairs.
 
-    One thread makes the worker and calls it, where Ray Data takes two: OpenMP keeps a team of threads for each, and
-    its threads stop spinning, and lose a quarter of the speed, once there are more of them than CPUs.
+    The worker is created and called in one thread; Ray Data would use two. OpenMP keeps a team of threads for each
+    calling thread, and with more OpenMP threads than CPUs it is a quarter slower.
     """
 
     def __init__(self, worker_class, options):
         self.thread, self.said = ThreadPoolExecutor(1), []
         listen(self.said.append)
         if _was_restarted():
-            say("warning: a worker process died, and was started again")
+            say("warning: a worker process died and was restarted")
         with no_gc():
             self.worker = self._run(worker_class, **options)
 

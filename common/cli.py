@@ -1,6 +1,6 @@
-"""What the command lines share: the main loop with its exit codes, and the parsing of flags.
+"""Command-line interface of the scripts: entry point with exit codes, signal handling, flag types, shared flags.
 
-Nothing here imports torch or Ray at the top, so that a wrong flag or a finished step answers in a fraction of a second.
+torch and Ray are not imported here, so that a wrong flag or a finished command exits within a fraction of a second.
 """
 
 import argparse
@@ -9,6 +9,8 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 from common.errors import BadInput, Terminated, describe_error
 from common.messages import keep_stdout_for_the_result, say
@@ -16,8 +18,8 @@ from common.messages import keep_stdout_for_the_result, say
 PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures")
 
 
-def run(main, args):
-    """Call `main(args)` and leave the process with the exit code of what happened; one line on stderr for an error."""
+def run(main: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> NoReturn:
+    """Call `main(args)` and exit with 0, or with an error's exit code and one line on stderr."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     results = keep_stdout_for_the_result()
     signal.signal(signal.SIGTERM, _raise_terminated)
@@ -40,19 +42,19 @@ def _raise_terminated(signal_number, frame):
 
 
 @contextlib.contextmanager
-def stop_file(path):
-    """Turn SIGTERM and SIGINT into the file `path`, which workers look for; yield a list that gets the signal.
+def stop_file(path: str | os.PathLike) -> Iterator[list[int]]:
+    """Create the file `path`, which workers poll, on SIGTERM or SIGINT; yield a list that receives the signal's number.
 
-    A second signal ends the process at once.
+    A second signal ends the process immediately.
     """
-    received = []
+    received: list[int] = []
 
     def handle(signal_number, frame):
         if received:
             os._exit(128 + signal_number)
         received.append(signal_number)
         open(path, "w").close()
-        say("stopping: saving a checkpoint first")
+        say("saving a checkpoint before stopping")
 
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -66,16 +68,17 @@ def stop_file(path):
             os.unlink(path)
 
 
-def check_text(flag, text):
-    """Raise BadInput where a flag's value is not text: a terminal of another encoding sends bytes that are none."""
+def check_text(flag: str, text: str) -> None:
+    """Raise BadInput unless a flag's value is valid UTF-8; a terminal with another encoding sends other bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadInput(f"{flag} {text.encode(errors='replace').decode()!r} is not UTF-8: set the terminal's") from None
+        shown = text.encode(errors="replace").decode()
+        raise BadInput(f"{flag} {shown!r} is not valid UTF-8: use a UTF-8 terminal") from None
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is written; the default after each help text that has one worth naming."""
+    """Keep the line breaks of the description; append defaults to help texts, except None, False and empty ones."""
 
     def _fill_text(self, text, width, indent):
         return text
@@ -84,72 +87,76 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default in (None, False, "", []) else super()._get_help_string(action)
 
 
-def make_parser(doc):
-    """Return a parser that shows `doc` as it is written, and defaults after each help text."""
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help shows `doc` with its line breaks, and the defaults of flags."""
     return argparse.ArgumentParser(description=doc, formatter_class=_HelpFormatter, allow_abbrev=False)
 
 
-def add_shared_flags(parser):
-    """Add the flags that every script has."""
+def add_shared_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the flags that every script has and return their group."""
     group = parser.add_argument_group("running")
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    group.add_argument("--debug", action="store_true", help="print the traceback of an error")
     return group
 
 
-def add_compute_flags(group):
-    """Add the flags of the scripts that run on Ray."""
-    group.add_argument("--address", help="Ray cluster to join; RAY_ADDRESS, or else a local one")
-    group.add_argument("--insecure_cluster", action="store_true", help="join a cluster that asks for no token")
-    group.add_argument("--cpus_per_worker", type=positive_float, help="CPUs of each worker; default: an even share")
-    group.add_argument("--gpus_per_worker", type=positive_float, help="GPUs of each worker; default: 1 where there are")
-    help_text = "how often a worker that died is started again before the run ends with exit code 4"
+def add_compute_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of scripts that run on Ray."""
+    help_text = "address of the Ray cluster to join; default: RAY_ADDRESS, or a local Ray instance"
+    group.add_argument("--address", help=help_text)
+    help_text = "join a Ray cluster that does not use token authentication"
+    group.add_argument("--insecure_cluster", action="store_true", help=help_text)
+    help_text = "CPUs per worker; default: an even share of the cluster's CPUs"
+    group.add_argument("--cpus_per_worker", type=positive_float, help=help_text)
+    help_text = "GPUs per worker; default: 1 if the cluster has GPUs, else 0"
+    group.add_argument("--gpus_per_worker", type=positive_float, help=help_text)
+    help_text = "number of times a worker that died is restarted before the run ends with exit code 4"
     group.add_argument("--max_failures", type=non_negative_int, default=3, help=help_text)
     group.add_argument(
         "--mixed_precision",
         choices=("auto", "no", "bf16", "fp16"),
         default="auto",
-        help="type to compute in; auto: bf16 on a GPU, fp32 on a CPU",
+        help="data type to compute in; auto: bf16 on a GPU (fp16 if it lacks bf16 units), fp32 on a CPU",
     )
 
 
-def placement(args):
-    """Return the flags that say where on Ray something runs, as map_on_actors and run_workers take them."""
+def placement(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that place work on Ray, as keyword arguments of map_on_actors and run_workers."""
     return {name: getattr(args, name) for name in PLACEMENT}
 
 
-def positive_int(text):
+def positive_int(text: str) -> int:
     """Parse a flag's value as an int of at least 1."""
     return _at_least(int, text, 1)
 
 
-def non_negative_int(text):
+def non_negative_int(text: str) -> int:
     """Parse a flag's value as an int of at least 0."""
     return _at_least(int, text, 0)
 
 
-def non_negative_float(text):
+def non_negative_float(text: str) -> float:
     """Parse a flag's value as a finite float of at least 0."""
     return _at_least(float, text, 0)
 
 
-def seed(text):
-    """Parse a flag's value as a seed, which must fit a signed 64-bit integer."""
+def seed(text: str) -> int:
+    """Parse a flag's value as a seed: an int from 0 to 2**63 - 1."""
     value = non_negative_int(text)
     if value >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text} does not fit 63 bits")
+        raise argparse.ArgumentTypeError(f"{text} is larger than 2**63 - 1")
     return value
 
 
-def positive_float(text):
+def positive_float(text: str) -> float:
     """Parse a flag's value as a finite float above 0."""
     value = _at_least(float, text, 0)
     if value == 0:
-        raise argparse.ArgumentTypeError("must be above 0")
+        raise argparse.ArgumentTypeError("must be greater than 0")
     return value
 
 
-def pool_size(text):
-    """Parse N or MIN:MAX actors."""
+def pool_size(text: str) -> int | tuple[int, int]:
+    """Parse a number of actors: N as an int, MIN:MAX as a tuple."""
     try:
         sizes = [int(part) for part in text.split(":")]
     except ValueError:
@@ -157,23 +164,23 @@ def pool_size(text):
     if len(sizes) == 1 and sizes[0] >= 0:
         return sizes[0]
     if len(sizes) == 2 and 1 <= sizes[0] <= sizes[1]:
-        return tuple(sizes)
-    raise argparse.ArgumentTypeError(f"{text!r} is neither N nor MIN:MAX")
+        return sizes[0], sizes[1]
+    raise argparse.ArgumentTypeError(f"{text!r} is not N or MIN:MAX")
 
 
-def fraction(text):
-    """Parse a flag's value as a number from 0 to 1."""
+def fraction(text: str) -> float:
+    """Parse a flag's value as a float from 0 to 1."""
     value = _at_least(float, text, 0)
     if value > 1:
-        raise argparse.ArgumentTypeError(f"{text} is above 1")
+        raise argparse.ArgumentTypeError(f"{text} is greater than 1")
     return value
 
 
-def _at_least(kind, text, minimum):
+def _at_least(kind: Callable[[str], Any], text: str, minimum: int) -> Any:
     try:
         value = kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not minimum <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is below {minimum} or not finite")
+        raise argparse.ArgumentTypeError(f"{text} is less than {minimum} or not finite")
     return value

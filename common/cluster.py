@@ -1,89 +1,113 @@
-"""Ray: start it or join it, and share its resources."""
+"""Start or join Ray and share its resources."""
 
 import contextlib
 import importlib
 import ipaddress
+import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.errors import BadInput
 
 OLDEST_RAY = (2, 60)
 TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
+NOT_UPLOADED = [".git", ".venv", "data", "models", "tests"]  # folders of the project that cluster workers do not need
 
 
-def is_local(address=None):
-    """Return whether start_ray(address) starts a Ray of its own, on this host alone."""
+def is_local(address: str | None = None) -> bool:
+    """Return whether start_ray(address) starts a local Ray instance rather than joining a cluster."""
     return _full_address(address) == "local"
 
 
-def _full_address(address):
+def _full_address(address: str | None) -> str:
     return address or os.environ.get("RAY_ADDRESS") or "local"
 
 
-def start_ray(address=None, insecure_cluster=False, module="ray.data"):
-    """Start a quiet local Ray, or join the cluster at `address` or RAY_ADDRESS; return its resources, {"CPU": 8.0}.
+def start_ray(address: str | None = None, insecure_cluster: bool = False, module: str = "ray.data") -> dict[str, float]:
+    """Start a local Ray instance, or join the cluster at `address` or RAY_ADDRESS; return its resources: {"CPU": 8.0}.
 
-    module: the part of Ray that will be asked for next, imported while Ray's processes start.
+    module: the Ray library that the caller uses next; it is imported while Ray's processes start.
 
-    A local one listens on this host alone. A cluster without a token is refused, unless `insecure_cluster`; its
-    workers get the scripts of this folder through `runtime_env`, local ones import them from here.
+    A local instance listens on the loopback interface only. BadInput is raised for a cluster without token
+    authentication, unless `insecure_cluster` is set. A cluster's workers receive the project through `runtime_env`.
     """
-    if is_local(address):
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what makes Ray listen on 127.0.0.1 alone
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor that waits for a cloud's notice
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
-    # Paragraphs on each death of a worker: an actor tells when it was started again, as_tool_error when it was not.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|Task .* retries remaining")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # an actor pool logs an error of no consequence each time
-    # A small machine with readers, actors and trainers would be warned of many processes.
-    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(8, os.cpu_count())))
-    import logging
-
+    address = _full_address(address)
+    _set_ray_variables(is_local(address))
     import ray
 
     if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST_RAY:
         raise BadInput(f"Ray {ray.__version__} is installed, 2.60 or newer is needed: install requirements.txt")
     if not ray.is_initialized():
-        address = _full_address(address)
-        options = {"logging_level": "ERROR", "log_to_driver": False}
-        if is_local(address):
-            options["include_dashboard"] = False
-        else:
+        options: dict[str, Any] = {"include_dashboard": False}
+        if not is_local(address):
             if not insecure_cluster:
                 _check_token(address)
-            here = str(Path(__file__).resolve().parent.parent)
-            options["runtime_env"] = {"working_dir": here, "excludes": [".git", ".venv", "data", "models", "tests"]}
-        meanwhile = threading.Thread(target=importlib.import_module, args=(module,))
-        meanwhile.start()
-        try:
-            on_sigterm = signal.getsignal(signal.SIGTERM)
-            with _no_stderr():  # its C++ side says there that it was told to be quiet
-                ray.init(address=address, **options)
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would exit with another code
-            if is_local(address):
-                _check_loopback()
-                _end_log_monitor()
-        except ConnectionError as error:
-            if "AuthenticationError" in type(error.__cause__).__name__ + str(error.__cause__):
-                raise BadInput(f"the Ray cluster at {address} asks for a token: {TOKEN_REMEDY}") from error
-            raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
-        finally:
-            meanwhile.join()
+            project = str(Path(__file__).resolve().parent.parent)
+            options = {"runtime_env": {"working_dir": project, "excludes": NOT_UPLOADED}}
+        with _importing(module):
+            _connect(address, options)
     for name in ("ray.data", "ray.train"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # their errors are raised too
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they also raise the errors that they log
     return ray.cluster_resources()
 
 
-def _check_loopback():
-    """Raise BadInput, and end the Ray that was just started, where other hosts could reach it.
+def _set_ray_variables(local: bool) -> None:
+    """Set the environment variables that Ray reads when it is imported, unless the user has set them."""
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+        # Drop Ray's paragraphs on each dead worker: actors report their restarts, as_tool_error the final death.
+        "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Task .* retries remaining",
+        "RAY_BACKEND_LOG_LEVEL": "fatal",  # every actor pool logs a harmless error when it ends
+        # Below this number Ray warns about many worker processes on a small machine.
+        "RAY_worker_maximum_startup_concurrency": str(max(8, os.cpu_count() or 1)),
+    }
+    if local:
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # makes Ray listen on 127.0.0.1 only
+        variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # an actor that waits for a cloud's preemption notice
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
-    It is a variable of Ray's, not of its public interface, that makes it listen on this host alone.
+
+@contextlib.contextmanager
+def _importing(module: str) -> Iterator[None]:
+    """Import a module in another thread, for use while this one waits."""
+    thread = threading.Thread(target=importlib.import_module, args=(module,))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _connect(address: str, options: dict[str, Any]) -> None:
+    """Call ray.init without its output and with this process's own SIGTERM handler; raise BadInput if it fails."""
+    import ray
+
+    try:
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        with _no_stderr():  # Ray's C++ code prints its log level there
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler exits with another code
+        if is_local(address):
+            _check_loopback()
+            _end_log_monitor()
+    except ConnectionError as error:
+        if "AuthenticationError" in type(error.__cause__).__name__ + str(error.__cause__):
+            raise BadInput(f"the Ray cluster at {address} asks for a token: {TOKEN_REMEDY}") from error
+        raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
+
+
+def _check_loopback() -> None:
+    """Shut down the Ray instance that was just started and raise BadInput if other hosts can reach it.
+
+    Ray listens on 127.0.0.1 only because of an environment variable that is not part of its public interface.
     """
     import ray
 
@@ -93,15 +117,15 @@ def _check_loopback():
     if open_hosts:
         ray.shutdown()
         raise BadInput(
-            f"Ray listens on {open_hosts[0]}, where other hosts could reach it: install what requirements.txt pins, "
-            "unset RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, or join a cluster with --address"
+            f"Ray listens on {open_hosts[0]}, which other hosts can reach: install the versions that requirements.txt "
+            "pins, unset RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER, or join a cluster with --address"
         )
 
 
-def _end_log_monitor():
-    """End the process that would hand on what workers print, which log_to_driver turns off.
+def _end_log_monitor() -> None:
+    """End the process that forwards the workers' output, which log_to_driver=False discards.
 
-    The call is Ray's own: where another version has no such process, or another name for it, nothing is ended.
+    The call is private to Ray: in a version without it the process keeps running.
     """
     import ray
 
@@ -109,30 +133,30 @@ def _end_log_monitor():
         ray._private.worker._global_node.kill_log_monitor(check_alive=False)
 
 
-def end_idle_actors(address=None):
-    """End the actors that Ray Data leaves behind on a Ray of our own: each takes a hundredth of a core, for nothing."""
+def end_idle_actors(address: str | None = None) -> None:
+    """Kill the actors that Ray Data leaves on a local Ray instance; each uses 1% of a core."""
     import ray
 
     for actor in ray.util.list_named_actors(all_namespaces=True) if is_local(address) else []:
-        with contextlib.suppress(ValueError):  # it has gone meanwhile
+        with contextlib.suppress(ValueError):  # the actor has ended in the meantime
             ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
 
 
-def _check_token(address):
-    """Raise BadInput where Ray would join a cluster without a token: it is told to, or is not told and has none."""
+def _check_token(address: str) -> None:
+    """Raise BadInput if Ray would join a cluster without a token: authentication is off, or no token is set."""
     mode = os.environ.get("RAY_AUTH_MODE")
     given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     has_token = mode.lower() == "token" if mode else given or (Path.home() / ".ray" / "auth_token").is_file()
     if not has_token and address.rpartition(":")[0] not in ("localhost", "127.0.0.1", "[::1]"):
         raise BadInput(
-            f"the Ray cluster at {address} would be joined without a token, and whoever reaches it could run code: "
-            f"{TOKEN_REMEDY}, or pass --insecure_cluster"
+            f"the Ray cluster at {address} would be joined without a token, so that anyone who reaches it could run "
+            f"code: {TOKEN_REMEDY}, or pass --insecure_cluster"
         )
 
 
 @contextlib.contextmanager
-def _no_stderr():
-    """Send file descriptor 2 to nowhere for a while; Python exceptions are not affected."""
+def _no_stderr() -> Iterator[None]:
+    """Redirect file descriptor 2 to /dev/null; Python exceptions are not affected."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -144,23 +168,28 @@ def _no_stderr():
         os.close(nowhere)
 
 
-def share_resources(resources, num_workers, cpus_per_worker=None, gpus_per_worker=None):
-    """Return (CPUs, GPUs) of each of `num_workers`, from the flags or as an even share of `resources`.
+def share_resources(
+    resources: dict[str, float],
+    num_workers: int,
+    cpus_per_worker: float | None = None,
+    gpus_per_worker: float | None = None,
+) -> tuple[float, float]:
+    """Return (CPUs, GPUs) per worker: the flags' values, or an even share of the CPUs and one GPU if there are any.
 
-    Raises BadInput where the cluster can never hold that many: Ray would wait for ever.
+    Raises BadInput if the cluster cannot hold all workers at once; Ray would wait for resources forever.
     """
     cpus, gpus = resources.get("CPU", 1), resources.get("GPU", 0)
     gpu = gpus_per_worker if gpus_per_worker is not None else float(gpus > 0)
     cpu = cpus_per_worker if cpus_per_worker is not None else _even_share(cpus, num_workers)
     for name, each, total in (("CPUs", cpu, cpus), ("GPUs", gpu, gpus)):
-        if each * num_workers > total + 1e-6:  # what the shares lose to rounding
+        if each * num_workers > total + 1e-6:  # tolerance for rounded shares
             raise BadInput(
                 f"--num_workers {num_workers} of {each:g} {name} each need {each * num_workers:g}, the cluster has "
-                f"{total:g}: take fewer workers or a smaller share"
+                f"{total:g}: use fewer workers or fewer {name} per worker"
             )
     return cpu, gpu
 
 
-def _even_share(cpus, num_workers):
+def _even_share(cpus: float, num_workers: int) -> float:
     share = cpus / num_workers
     return float(int(share)) if share >= 1 else int(share * 100) / 100

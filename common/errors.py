@@ -1,20 +1,23 @@
-"""Exceptions of the toolkit with their exit codes, and what an exception of a library amounts to."""
+"""The toolkit's exceptions with their exit codes, and the mapping of library exceptions to them."""
 
+import argparse
 import errno
 import re
 import signal
+from collections.abc import Iterator
+from typing import Any
 
-WORKER_DIED = ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError")  # Ray's
+WORKER_DIED = ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError")  # Ray's exceptions
 
 
 class ToolError(Exception):
-    """A fault that a user can cause and mend: printed as one line, never as a traceback."""
+    """An error that the user can cause and fix; printed as one line without a traceback."""
 
     exit_code = 1
 
 
 class BadInput(ToolError):
-    """Photos, prompts, a model folder or a setting that does not fit them."""
+    """Images, prompts, a model folder or a flag are invalid or do not fit together."""
 
     exit_code = 3
 
@@ -26,34 +29,34 @@ class OutOfResource(ToolError):
 
 
 class OutOfMemory(OutOfResource):
-    """The memory of a GPU or of a host is full; `run` adds which flags of the script need less."""
+    """GPU or host memory is full; `describe_error` adds the flags that reduce memory use."""
 
 
 class WorkerDied(OutOfMemory):
-    """A process of Ray's ended by itself, not by an exception: as a rule the system ended it for its memory."""
+    """A Ray process died without raising an exception, usually killed by the system because memory ran out."""
 
 
 class CheckFailed(ToolError):
-    """A file that fails its check, or a run that diverged."""
+    """A file failed its check, or a training run diverged."""
 
     exit_code = 5
 
 
 class TryAgain(ToolError):
-    """Another run holds the output, or the network is away."""
+    """Another run holds the output folder's lock, or the network is unreachable."""
 
     exit_code = 75
 
 
 class Fault(ToolError):
-    """A fault of ours in a worker, as text: its exception may not be one that the driver knows."""
+    """A bug raised in a worker, sent as text: the driver may be unable to unpickle the original exception."""
 
 
 class Stopped(ToolError):
-    """A signal ended the run after it saved."""
+    """A signal stopped the run after it saved its state; the exit code is 128 + the signal's number."""
 
-    def __init__(self, signal_number):
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}; the same command goes on from here")
+    def __init__(self, signal_number: int):
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; run the same command again to continue")
         self.exit_code = 128 + signal_number
 
     def __reduce__(self):
@@ -61,46 +64,46 @@ class Stopped(ToolError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised wherever a script is: no Exception, which a library in between may catch and go on."""
+    """SIGTERM was received. Not an Exception subclass, so that no library catches it and continues."""
 
 
-def describe_error(error, args=None):
-    """Return (exit code, one line) for an exception, looking through what Ray wraps around a worker's own.
+def describe_error(error: BaseException, args: argparse.Namespace | None = None) -> tuple[int, str]:
+    """Return (exit code, one-line message) for an exception, including those that Ray wraps around a worker's own.
 
-    args: of the script, whose flags are a remedy where the memory is full.
+    args: the script's flags, from which the remedy for an out-of-memory error is chosen.
     """
     *_, last = [error, *(each for each in causes(error) if str(each).strip())]
-    known = list(filter(None, map(as_tool_error, causes(error))))
-    if known:  # a worker that ended by itself says less than the error of one beside it
-        known = min(known, key=lambda each: isinstance(each, WorkerDied))
-        remedy = f": {_less_memory(vars(args))}" if args and isinstance(known, OutOfMemory) else ""
-        return known.exit_code, one_line(f"{known}{remedy}")
+    known = [each for each in map(as_tool_error, causes(error)) if each]
+    if known:  # another worker's error says more than the death of a worker
+        first = min(known, key=lambda each: isinstance(each, WorkerDied))
+        remedy = f": {_less_memory(vars(args))}" if args and isinstance(first, OutOfMemory) else ""
+        return first.exit_code, one_line(f"{first}{remedy}")
     lines = str(last).strip().splitlines() or [""]
-    return ToolError.exit_code, one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows where)")
+    return ToolError.exit_code, one_line(f"{type(last).__name__}: {lines[-1]} (--debug shows the traceback)")
 
 
-def as_tool_error(error):
-    """Return the ToolError that an exception amounts to, None where it is a fault of ours."""
+def as_tool_error(error: BaseException) -> ToolError | None:
+    """Return the ToolError that an exception corresponds to, or None if it is a bug of the toolkit."""
     if isinstance(error, ToolError):
         return error
     if isinstance(error, KeyboardInterrupt):
         return Stopped(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
-    written = re.search(r"os error (\d+)", str(error))  # safetensors' and the hub's writers are in Rust
+    written = re.search(r"os error (\d+)", str(error))  # raised by the Rust code of safetensors and hf_xet
     number = int(written[1]) if written else getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         where = getattr(error, "filename", None) or "a file"
-        return OutOfResource(f"disk full while writing {where}: make room, then run again")
+        return OutOfResource(f"disk full while writing {where}: free some space, then run again")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return OutOfMemory("out of memory")
     if type(error).__name__ in WORKER_DIED and not getattr(error, "actor_init_failed", False):
-        return WorkerDied("a worker process died; usually the system ended it because memory ran out")
+        return WorkerDied("a worker process died; usually the system killed it because memory ran out")
     return None
 
 
-def _less_memory(flags):
-    """Return what to do where the memory is full: flags of a script, {name: value}, in the order to try them.
+def _less_memory(flags: dict[str, Any]) -> str:
+    """Return which flags to change, in the order to try them, to use less memory.
 
-    A flag that has its smallest value already is not named.
+    flags: {name: value} of the script. A flag that already has its smallest value is not named.
     """
     value, rest = flags.get, "with more --gradient_accumulation_steps"
     ways = {
@@ -113,29 +116,30 @@ def _less_memory(flags):
         "a smaller --encoding_batch_size": value("online", True) and value("encoding_batch_size", 1) > 1,
         "a smaller --batch_size": value("batch_size", 1) > 1,
         "a smaller --resolution": "resolution" in flags,
-        # Not of evaluate.py, which compares with pictures of the class that are as large as the model draws.
+        # Not for evaluate.py, which compares with class images of the size that the model draws by default.
         "smaller --height and --width": "height" in flags and "base_model_dir" not in flags,
         "fewer --num_workers": value("num_workers") not in (None, 0, 1),
     }
     named = [way for way, helps in ways.items() if helps]
-    return f"try {', then '.join(named)}" if named else "take a machine or a GPU with more"
+    return f"try {', then '.join(named)}" if named else "use a machine or a GPU with more memory"
 
 
-def causes(error):
-    """Yield an exception and those it was raised from; Ray keeps its workers' in `.cause` or `.worker_failures`."""
-    seen, left = set(), [error]
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and its causes, which Ray keeps in `.cause`, `.worker_failures` or `.controller_failure`."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
     while left:
-        error = left.pop(0)
-        if error is None or id(error) in seen:
+        found = left.pop(0)
+        if found is None or id(found) in seen:
             continue
-        seen.add(id(error))
-        yield error
-        failures = getattr(error, "worker_failures", None) or {}
-        others = [getattr(error, "controller_failure", None), getattr(error, "cause", None), error.__cause__]
+        seen.add(id(found))
+        yield found
+        failures = getattr(found, "worker_failures", None) or {}
+        others = [getattr(found, "controller_failure", None), getattr(found, "cause", None), found.__cause__]
         left = [*failures.values(), *others, *left]
 
 
-def one_line(text, limit=800):
-    """Return `text` with its line breaks as blanks, cut to `limit` characters."""
+def one_line(text: str, limit: int = 800) -> str:
+    """Return `text` with its whitespace collapsed to single spaces, cut to `limit` characters."""
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,7 +1,7 @@
-"""Folders that are whole or absent: manifests, publishing, locks and checkpoints.
+"""Atomic files and folders: manifests, publishing, file locks, digests, checks of output folders.
 
-A folder is written beside its place, its manifest.json (sizes and sha256 of every file) last, synced, and renamed in.
-A reader trusts a folder only when its manifest fits. Nothing here is read through pickle.
+A folder is written next to its target, sealed with a manifest.json (size and SHA-256 of every file), synced to disk and
+renamed. Readers accept a folder only if its files match its manifest. Nothing here uses pickle.
 """
 
 import contextlib
@@ -15,35 +15,37 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from common.errors import BadInput, OutOfResource, TryAgain
 
 MANIFEST = "manifest.json"
 SHA256 = re.compile(r"[0-9a-f]{64}")
-HASH_THREADS = 4  # that read the files of a folder
+HASH_THREADS = 4  # files that are hashed at the same time
 LOCK = ".lock"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files and folders
+# Files
 
 
-def sha256_file(path):
-    """Return the sha256 of a file as 64 hex digits."""
+def sha256_file(path: str | Path) -> str:
+    """Return the SHA-256 of a file as 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_files(paths):
-    """Return the sha256 of each file; several are read at a time."""
+def sha256_files(paths: Iterable[str | Path]) -> list[str]:
+    """Return the SHA-256 of each file, in order; several files are read in parallel."""
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         return list(pool.map(sha256_file, paths))
 
 
-def write_bytes(path, data):
-    """Write a file that appears under its name only when it is whole and synced."""
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write a file atomically: to a temporary file that is synced to disk, then renamed."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -53,27 +55,27 @@ def write_bytes(path, data):
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk's error names no file
+        error.filename = error.filename or str(path)  # the error of a full disk names no file
         raise
     finally:
         beside.unlink(missing_ok=True)
 
 
-def write_json(path, value):
-    """Write `value` as JSON, whole or not at all."""
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON with sorted keys, atomically."""
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
-def read_json(path):
-    """Return the JSON object in a file, {} where there is none."""
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or {} if the file is missing or damaged."""
     try:
         return json.loads(Path(path).read_text())
     except (FileNotFoundError, ValueError):
         return {}
 
 
-def read_json_lines(path):
-    """Return the JSON values of a file, one on each line; lines that are cut short and a missing file do not count."""
+def read_json_lines(path: str | Path) -> list[Any]:
+    """Return the JSON values of a file with one per line; damaged lines and a missing file are ignored."""
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -85,7 +87,7 @@ def read_json_lines(path):
     return values
 
 
-def _sync(path):
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -93,57 +95,65 @@ def _sync(path):
         os.close(descriptor)
 
 
-def _existing(folder):
-    """Return `folder`, or the nearest folder above it that exists."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of output folders
+
+
+def _existing(folder: str | Path) -> Path:
+    """Return `folder`, or its nearest parent that exists."""
     folder = Path(folder)
     return next(place for place in (folder, *folder.parents) if place.exists())
 
 
-def check_writable(folder, flag):
-    """Raise BadInput unless files can be written in `folder`, or in the nearest folder above it that exists."""
+def check_writable(folder: str | Path, flag: str) -> None:
+    """Raise BadInput unless `folder`, or its nearest parent that exists, is a writable folder."""
     place = _existing(folder)
     if not place.is_dir():
-        raise BadInput(f"{flag} {folder}: {place} is not a folder; choose another place")
+        raise BadInput(f"{flag} {folder}: {place} is not a folder; choose another one")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise BadInput(f"{flag} {folder}: no permission to write in {place}; choose another place")
+        raise BadInput(f"{flag} {folder}: no permission to write in {place}; choose another folder")
 
 
-def check_ours(folder, flag):
-    """Raise BadInput where `folder` holds what we did not publish: not even --overwrite replaces that."""
+def check_ours(folder: str | Path, flag: str) -> None:
+    """Raise BadInput if `folder` is a file or holds files without a manifest; --overwrite does not replace these."""
     folder = Path(folder)
     if not (folder / MANIFEST).is_file() and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadInput(f"{flag} {folder} is in the way: it is not a result of ours; choose another place")
+        raise BadInput(f"{flag} {folder} exists and is not an output of this toolkit: choose another folder")
 
 
-def check_apart(output_dir, **others):
-    """Raise BadInput where replacing `output_dir` would remove another folder; others: absolute paths by flag."""
+def check_apart(output_dir: str | Path, **others: str | Path | None) -> None:
+    """Raise BadInput if replacing `output_dir` would remove another folder; others: absolute paths by flag name."""
     for name, path in others.items():
         if path and Path(path).is_relative_to(output_dir):
-            raise BadInput(f"--output_dir {output_dir} would replace --{name} {path}: choose a folder apart")
+            raise BadInput(f"--output_dir {output_dir} would replace --{name} {path}: choose separate folders")
 
 
-def check_space(needs):
-    """Raise OutOfResource unless what is to be written fits on its disk; needs: [(flag, folder, bytes)]."""
+def check_space(needs: list[tuple[str, str | Path, float]]) -> None:
+    """Raise OutOfResource unless all planned output fits on its disks; needs: (flag, folder, bytes) of each output."""
     for device in {os.stat(_existing(folder)).st_dev for _, folder, _ in needs}:
         here = [need for need in needs if os.stat(_existing(need[1])).st_dev == device]
         need, free = sum(need[2] for need in here), shutil.disk_usage(_existing(here[0][1])).free
         if need > free:
             raise OutOfResource(
-                f"{here[0][0]} {here[0][1]}: some {need / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB of the disk are "
-                "free: make room, or take another disk"
+                f"{here[0][0]} {here[0][1]}: about {need / 1e9:.3g} GB are needed, but only {free / 1e9:.3g} GB are "
+                "free on the disk: free some space or use another disk"
             )
 
 
-def staging_path(target):
-    """Return the folder beside `target` that `staging` gives."""
+# ---------------------------------------------------------------------------------------------------------------------
+# Publishing folders with manifests
+
+
+def staging_path(target: str | Path) -> Path:
+    """Return the folder next to `target` that `staging` creates."""
     return Path(target).with_name(f".{Path(target).name}.staging")
 
 
 @contextlib.contextmanager
-def staging(target):
-    """Give a new folder beside `target` to fill and `publish`; what is left of it, or of a killed run's, is removed.
+def staging(target: str | Path) -> Iterator[Path]:
+    """Create a folder next to `target` to fill and `publish`; remove it afterwards, and one that a killed run left.
 
-    The caller holds the output's lock, so nobody else's staging folder is in the way.
+    The caller must hold the output's lock: another run's staging folder would be removed too.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,17 +166,17 @@ def staging(target):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish(folder, target, **facts):
-    """Seal `folder` with a manifest of its files and `facts`, sync it, and rename it to `target`.
+def publish(folder: str | Path, target: str | Path, **facts: Any) -> None:
+    """Write a manifest of `folder`'s files with additional `facts`, sync all to disk, and rename it to `target`.
 
-    What stood at `target` goes only after the new folder is in place; `recover` puts it back after a kill in between.
+    A folder that exists at `target` is removed only after that; `recover` restores it if the run is killed in between.
     """
     folder, target = Path(folder), Path(target)
     files = {}
     os.umask(umask := os.umask(0))
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path, digest in zip(paths, sha256_files(paths), strict=True):
-        path.chmod(0o666 & ~umask)  # safetensors writes files that others may not read
+        path.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
         _sync(path)
     write_json(folder / MANIFEST, {**facts, "files": files})
@@ -181,21 +191,21 @@ def publish(folder, target, **facts):
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def recover(target):
-    """Put back what `publish` was about to replace when it was killed."""
+def recover(target: str | Path) -> None:
+    """Restore the folder that `publish` was replacing when it was killed."""
     replaced = _aside(target)
     if replaced.exists() and not Path(target).exists():
         os.rename(replaced, target)
 
 
-def _aside(target):
+def _aside(target: str | Path) -> Path:
     return Path(target).with_name(f".{Path(target).name}.replaced")
 
 
-def read_manifest(folder, deep=False):
-    """Return the manifest of a whole folder, or None where it is absent or does not fit its files.
+def read_manifest(folder: str | Path, deep: bool = False) -> dict[str, Any] | None:
+    """Return the manifest of a folder, or None if it is missing or does not match the files.
 
-    Sizes are compared; `deep` compares every file's sha256 too.
+    Compares the size of every file and, if `deep`, its SHA-256.
     """
     folder = Path(folder)
     try:
@@ -210,11 +220,15 @@ def read_manifest(folder, deep=False):
     return manifest
 
 
-@contextlib.contextmanager
-def lock(path):
-    """Hold the lock file `path` and give its owner's line; raise TryAgain, naming the holder, while another run does.
+# ---------------------------------------------------------------------------------------------------------------------
+# File locks
 
-    The kernel frees it with the process that holds it, so a killed run's lock never stands in the way.
+
+@contextlib.contextmanager
+def lock(path: str | Path) -> Iterator[str]:
+    """Hold the file lock `path` and yield the line that names its owner; raise TryAgain if another run holds it.
+
+    The kernel releases the lock when its process ends, however it ends.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,14 +236,15 @@ def lock(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise BadInput(f"{path} is a link: remove it") from None
+            raise BadInput(f"{path} is a symbolic link: remove it") from None
         raise
     with open(descriptor, "r+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise TryAgain(f"{path.parent} is in use by {file.read().strip() or 'another run'}: wait for it") from None
+            holder = file.read().strip() or "another run"
+            raise TryAgain(f"{path.parent} is in use by {holder}: wait until it ends") from None
         file.truncate(0)
         owner = f"process {os.getpid()} on {socket.gethostname()}, {time.strftime('%F %T')}, run {secrets.token_hex(4)}"
         file.write(owner + "\n")
@@ -237,39 +252,39 @@ def lock(path):
         yield owner
 
 
-def check_owner(path, owner):
-    """Raise TryAgain where a lock is not `owner`'s any more: workers may outlive their driver for some seconds."""
+def check_owner(path: str | Path, owner: str) -> None:
+    """Raise TryAgain unless `owner` still holds a lock: workers can outlive their driver by a few seconds."""
     if Path(path).read_text().strip() != owner:
-        raise TryAgain(f"{Path(path).parent} belongs to another run now: this one stops")
+        raise TryAgain(f"{Path(path).parent} now belongs to another run: this run stops")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a run was made from
+# Digests and settings of a run
 
 
-def digest_files(paths, known=None):
-    """Return one sha256 of files by bare name and content, wherever they lie, in any order.
+def digest_files(paths: Iterable[str | Path], known: dict[Path, str] | None = None) -> str:
+    """Return one SHA-256 of files' names and contents; their folders and order do not matter.
 
-    known: {path: sha256} of those that need not be read.
+    known: {path: SHA-256} of files that need not be read.
     """
     known = known or {}
     return digest_named((path.name, known.get(path) or sha256_file(path)) for path in map(Path, paths))
 
 
-def digest_named(pairs):
-    """Return one sha256 of (name, sha256) pairs, in any order."""
+def digest_named(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return one SHA-256 of (name, SHA-256) pairs; their order does not matter."""
     lines = sorted(f"{name} {digest}" for name, digest in pairs)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def digest_values(values):
-    """Return one sha256 of plain JSON values."""
+def digest_values(values: Any) -> str:
+    """Return one SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def check_same_settings(settings, earlier, place):
-    """Raise BadInput naming each setting in which a run differs from the `earlier` one that `place` holds."""
+def check_same_settings(settings: dict[str, Any], earlier: dict[str, Any], place: str) -> None:
+    """Raise BadInput that names each setting in which a run differs from the `earlier` run in `place`."""
     changed = [name for name in sorted(settings.keys() | earlier.keys()) if settings.get(name) != earlier.get(name)]
     if changed:
         differences = ", ".join(f"{name} was {earlier.get(name)!r}, now {settings.get(name)!r}" for name in changed)
-        raise BadInput(f"{place} holds a run with other settings ({differences}): another folder, or --overwrite")
+        raise BadInput(f"{place} holds a run with other settings ({differences}): use another folder or --overwrite")

@@ -1,10 +1,11 @@
-"""Pictures: found in a folder, decoded, checked, cropped and scaled."""
+"""Find images in a folder; decode, check, crop and scale them."""
 
 import io
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -14,7 +15,7 @@ from common.messages import say
 
 READ = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
 PHOTOS_TO_CONVERT = {".heic", ".heif", ".jxl", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"}
-ORIENTATION = 0x0112  # EXIF's tag; ImageOps.exif_transpose also rewrites the other tags, and fails on odd ones
+ORIENTATION = 0x0112  # EXIF tag; ImageOps.exif_transpose also rewrites the other tags, and fails on invalid ones
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -24,48 +25,48 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-SMALLEST_SIDE = 16  # pixels: a smaller picture is an icon or a mistake
-LARGEST_PICTURE = 2 * Image.MAX_IMAGE_PIXELS  # pixels: past this Pillow takes it for a decompression bomb
-warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # 90 to 179 million pixels: a good camera
+SMALLEST_SIDE = 16  # pixels; smaller images are icons or mistakes
+LARGEST_PICTURE = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # pixels; above this Pillow reports a decompression bomb
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # raised for the 90 to 179 megapixels of good cameras
 
 
 class BadImage(Exception):
-    """A file that cannot be used as a picture; the text is the reason."""
+    """A file that cannot be used as an image; the message is the reason."""
 
 
-def read_image(source):
-    """Return a picture as 8-bit RGB, upright: EXIF rotation applied, alpha over white, 16 bits scaled, first frame.
+def read_image(source: str | Path | bytes) -> Image.Image:
+    """Return the first frame of an image as upright 8-bit RGB.
 
-    source: a path, or the bytes of a file. Raises BadImage with the reason. A decompression bomb is refused from its
-    header.
+    Applies the EXIF orientation, composites transparent pixels on white, and scales 16-bit values.
+    source: a path, or the content of a file.
+    Raises BadImage with the reason; a decompression bomb is rejected by its header.
     """
-    is_bytes = isinstance(source, bytes)
-    if (len(source) if is_bytes else os.path.getsize(source)) == 0:
+    if (len(source) if isinstance(source, bytes) else os.path.getsize(source)) == 0:
         raise BadImage("empty file")
-    if not is_bytes and Path(source).suffix.lower() in PHOTOS_TO_CONVERT:
-        raise BadImage("a format that is not read: export it as JPEG or PNG")
+    if not isinstance(source, bytes) and Path(source).suffix.lower() in PHOTOS_TO_CONVERT:
+        raise BadImage("unsupported format: export it as JPEG or PNG")
     try:
-        # Opened here, not by Pillow, which would map a TIFF and scramble it as it turns it.
-        with io.BytesIO(source) if is_bytes else open(source, "rb") as file, Image.open(file) as image:
+        # Pillow gets an open file, not the path: it would memory-map a TIFF and garble it while rotating it.
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file, Image.open(file) as image:
             if min(image.size) < SMALLEST_SIDE:
                 raise BadImage(f"only {image.width}x{image.height} pixels")
             if image.width * image.height > LARGEST_PICTURE:
                 raise BadImage(f"{image.width}x{image.height} pixels, a decompression bomb")
             image.load()
-            turn = TURNS.get(image.getexif().get(ORIENTATION))
+            turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
             return _to_rgb(image if turn is None else image.transpose(turn))
     except (BadImage, MemoryError):
         raise
     except Image.DecompressionBombError:
-        raise BadImage("a decompression bomb: its header claims more pixels than a picture has") from None
+        raise BadImage("a decompression bomb: its header claims too many pixels") from None
     except Image.UnidentifiedImageError:
         raise BadImage("not an image") from None
-    except Exception as error:  # each of Pillow's plugins raises its own
+    except Exception as error:  # Pillow's plugins raise exceptions of many types
         raise BadImage(f"damaged: {error}") from None
 
 
-def _to_rgb(image):
-    if image.mode.startswith("I") or image.mode == "F":  # 16 bits and more: scale, Pillow's convert would clip
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I") or image.mode == "F":  # 16 bits or more: scale, as Pillow's convert clips
         values = np.asarray(image, dtype=np.float32)
         largest = 65535.0 if image.mode != "F" or values.max() > 255 else 255.0 if values.max() > 1 else 1.0
         image = Image.fromarray((values.clip(0, largest) / largest * 255).round().astype(np.uint8))
@@ -76,8 +77,8 @@ def _to_rgb(image):
     return image.convert("RGB")
 
 
-def find_images(folder, flag):
-    """Return (image files, other files but metadata.jsonl) of a folder, sorted by name; nothing is opened."""
+def find_images(folder: str | Path, flag: str) -> tuple[list[Path], list[Path]]:
+    """Return (image files, other files except metadata.jsonl) of a folder, sorted by name, without opening them."""
     folder = Path(folder)
     if not folder.is_dir():
         raise BadInput(f"{flag} {folder} is not a folder")
@@ -86,18 +87,18 @@ def find_images(folder, flag):
         known = path.suffix.lower() in READ | PHOTOS_TO_CONVERT
         (images if known and path.is_file() and path.name[0] != "." else others).append(path)
     if not images:
-        raise BadInput(f"{flag} {folder} holds no images: copy some there")
+        raise BadInput(f"{flag} {folder} contains no images: add some")
     return images, [path for path in others if path.name not in ("metadata.jsonl", ".lock")]
 
 
-def check_images(folder, flag, skip_bad=False):
-    """Return the usable image files of a folder, sorted by name; say which files were skipped, and why.
+def check_images(folder: str | Path, flag: str, skip_bad: bool = False) -> list[Path]:
+    """Return the usable image files of a folder, sorted by name; print which files are skipped, and why.
 
-    Every picture is decoded once, so that bad ones end the run here, all named: BadInput; `skip_bad` goes on.
+    Decodes every image once and raises BadInput that names all bad ones, unless `skip_bad` is set.
     """
     images, others = find_images(folder, flag)
     if others:
-        say(f"{folder}: skipped {', '.join(path.name for path in others)}: hidden or not images")
+        say(f"{folder}: skipped {', '.join(path.name for path in others)}, which are hidden or not images")
     with ThreadPoolExecutor() as pool:
         faults = dict(zip(images, pool.map(_fault, images), strict=True))
     bad = [path for path in images if faults[path]]
@@ -105,13 +106,13 @@ def check_images(folder, flag, skip_bad=False):
         say(f"{path}: {faults[path]}")
     if bad and not skip_bad:
         names = ", ".join(path.name for path in bad)
-        raise BadInput(f"{flag} {folder}: {len(bad)} bad files ({names}): remove them, or pass --skip_bad_images")
+        raise BadInput(f"{flag} {folder}: {len(bad)} bad files ({names}): remove them or pass --skip_bad_images")
     if len(bad) == len(images):
-        raise BadInput(f"{flag} {folder} holds no image that can be read")
+        raise BadInput(f"{flag} {folder} contains no readable image: add some")
     return [path for path in images if path not in bad]
 
 
-def _fault(path):
+def _fault(path: Path) -> str | None:
     try:
         read_image(path)
     except BadImage as error:
@@ -119,18 +120,22 @@ def _fault(path):
     return None
 
 
-def read_size(path):
-    """Return (width, height) of a picture as `read_image` gives it, from its header."""
+def read_size(path: str | Path) -> tuple[int, int]:
+    """Return (width, height) of the image that `read_image` returns, from the file's header."""
     with Image.open(path) as image:
-        # Of a TIFF Pillow has exchanged the sides already.
+        # Pillow has already exchanged the sides of a TIFF.
         exchanges = image.format != "TIFF" and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
-        return image.size[::-1] if exchanges else image.size
+        width, height = image.size
+        return (height, width) if exchanges else (width, height)
 
 
-def draw_crop(size, rng=None, random_crop=True, random_flip=True):
-    """Return (left, top, is flipped) of a square crop of the smaller side of a picture of `size`.
+def draw_crop(
+    size: tuple[int, int], rng: np.random.Generator | None = None, random_crop: bool = True, random_flip: bool = True
+) -> tuple[int, int, bool]:
+    """Return (left, top, flip) of a square crop, as large as an image's shorter side.
 
-    rng: draws the place of the crop and the flip; None crops the centre and does not flip.
+    size: (width, height) of the image.
+    rng: draws the position of the crop and the flip; None crops the centre and does not flip.
     """
     free = [length - min(size) for length in size]
     left, top = [length // 2 for length in free]
@@ -139,8 +144,14 @@ def draw_crop(size, rng=None, random_crop=True, random_flip=True):
     return left, top, rng is not None and random_flip and bool(rng.random() < 0.5)
 
 
-def crop_square(image, resolution, rng=None, random_crop=True, random_flip=True):
-    """Return the square of a Pillow image that `draw_crop` says, resized to `resolution` pixels."""
+def crop_square(
+    image: Image.Image,
+    resolution: int,
+    rng: np.random.Generator | None = None,
+    random_crop: bool = True,
+    random_flip: bool = True,
+) -> Image.Image:
+    """Return the square crop of an image that `draw_crop` draws, resized to `resolution` pixels a side."""
     left, top, is_flipped = draw_crop(image.size, rng, random_crop, random_flip)
     side = min(image.size)
     box = (left, top, left + side, top + side)
@@ -148,11 +159,17 @@ def crop_square(image, resolution, rng=None, random_crop=True, random_flip=True)
     return ImageOps.mirror(image) if is_flipped else image
 
 
-def scale_pixels(images):
+def scale_pixels(images: Any) -> np.ndarray:
     """Return uint8 pixels [..., H, W, 3] as [..., 3, H, W] float32 in [-1, 1]."""
     return np.moveaxis(np.asarray(images, dtype=np.float32), -1, -3) / 127.5 - 1
 
 
-def to_pixel_values(image, resolution, rng=None, random_crop=True, random_flip=True):
-    """Return [3, H, W] float32 in [-1, 1]: what `crop_square` gives."""
+def to_pixel_values(
+    image: Image.Image,
+    resolution: int,
+    rng: np.random.Generator | None = None,
+    random_crop: bool = True,
+    random_flip: bool = True,
+) -> np.ndarray:
+    """Return the result of `crop_square` as [3, H, W] float32 in [-1, 1]."""
     return scale_pixels(crop_square(image, resolution, rng, random_crop, random_flip))

@@ -1,63 +1,73 @@
-"""Folders on a local disk or in an object store, by path or by URI (s3://, gs://), through pyarrow's file systems."""
+"""Read and write folders on a local disk or in an object store (s3://, gs://), through pyarrow's file systems."""
 
 import contextlib
 import json
 import os
 import re
 import urllib.parse
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.errors import BadInput, CheckFailed, ToolError, TryAgain
 from common.folders import write_bytes
 
-CONNECT_TIMEOUT, REQUEST_TIMEOUT, ATTEMPTS = 5, 10, 3  # seconds, seconds, tries of a store that does not answer
+if TYPE_CHECKING:
+    import pyarrow.fs
+    import pyarrow.parquet
+
+CONNECT_TIMEOUT, REQUEST_TIMEOUT, ATTEMPTS = 5, 10, 3  # seconds, seconds, attempts before a store is unavailable
 STORE_SPOKE = re.compile(r"AWS Error|google::cloud|curlCode")
 STORE_IS_AWAY = re.compile(r"NETWORK_CONNECTION|UNAVAILABLE|TIMEOUT|SLOW_DOWN|INTERNAL_FAILURE|curlCode")
 
 
-def is_remote(location):
-    """Return whether a location is a URI of an object store and not a path."""
+def is_remote(location: str | Path) -> bool:
+    """Return whether a location is a URI of an object store rather than a path."""
     return "://" in str(location)
 
 
-def absolute(location):
-    """Return a path as an absolute one, a URI as it is: workers run in folders of their own."""
-    return location if is_remote(location) else str(Path(location).resolve())
+def absolute(location: str | Path) -> str:
+    """Return a path as an absolute path and a URI unchanged; workers run in other working directories."""
+    return str(location) if is_remote(location) else str(Path(location).resolve())
 
 
-def split(location):
-    """Return (folder, name) of a file; a URI's options stay with its folder."""
+def split(location: str | Path) -> tuple[str, str]:
+    """Return (folder, name) of a file; the query options of a URI stay with the folder."""
     path, *options = str(location).split("?", 1) if is_remote(location) else (str(location),)
     folder, _, name = path.rpartition("/")
     return "?".join([folder or "/", *options]), name
 
 
-def join(folder, name):
-    """Return the location of a file in a folder; a URI's options stay at its end."""
+def join(folder: str, name: str) -> str:
+    """Return the location of a file in a folder; the query options of a URI stay at its end."""
     path, *options = folder.split("?", 1) if is_remote(folder) else (folder,)
     return "?".join([f"{path}/{name}", *options])
 
 
-def _store_error(location, error):
-    """Return the ToolError for what a store, or the way to it, says."""
+def _store_error(location: str, error: Exception) -> ToolError:
+    """Return the ToolError for an error of an object store or of the network."""
     if STORE_IS_AWAY.search(str(error)):
-        return TryAgain(f"{location} does not answer ({error}): try again later, or check its address")
-    return BadInput(f"{location} refuses ({error}): check its name and access, or add ?region=...")
+        return TryAgain(f"{location} does not answer ({error}): try again later or check the address")
+    remedy = "check the name and the credentials, or add ?region=... to the URI"
+    return BadInput(f"{location} refuses access ({error}): {remedy}")
 
 
 class Folder:
-    """A folder by path or URI; names in it are relative, with `/`. A URI's options: s3://bucket/data?region=eu-west-1."""
+    """A folder given by path or URI, such as s3://bucket/data?region=eu-west-1. File names are relative, with `/`."""
 
-    def __init__(self, location):
+    def __init__(self, location: str | Path):
         self.location = str(location)
         self.filesystem, self.path = _open_filesystem(self.location)
 
-    def _full(self, name):
+    def _full(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
 
-    def names(self, *suffixes):
-        """Return {name: bytes} of the files in and below the folder with one of some suffixes, sorted by name."""
+    def names(self, *suffixes: str) -> dict[str, int]:
+        """Return {name: size in bytes}, sorted by name, of all files at any depth with one of the suffixes.
+
+        Names that start with a dot are left out.
+        """
         from pyarrow.fs import FileSelector
 
         with self._told():
@@ -65,43 +75,43 @@ class Folder:
         names = {info.path[len(self.path) + 1 :]: info.size for info in found if info.is_file}
         return {name: names[name] for name in sorted(names) if name.lower().endswith(suffixes) and name[0] != "."}
 
-    def kind(self):
-        """Return "file", "folder" or None for what the location is."""
+    def kind(self) -> str | None:
+        """Return "file" or "folder", or None if the location does not exist."""
         from pyarrow.fs import FileType
 
         with self._told():
             found = self.filesystem.get_file_info(self.path).type
         return {FileType.File: "file", FileType.Directory: "folder"}.get(found)
 
-    def open(self, name=""):
-        """Return a seekable file to read from."""
+    def open(self, name: str = "") -> "pyarrow.NativeFile":
+        """Open a file for random-access reading."""
         with self._told():
             return self.filesystem.open_input_file(self._full(name))
 
-    def read(self, name=""):
-        """Return the bytes of a file, None where there is none."""
+    def read(self, name: str = "") -> bytes | None:
+        """Return the content of a file, or None if it is missing."""
         try:
             with self.open(name) as file, self._told():
                 return file.read()
         except FileNotFoundError:
             return None
 
-    def write(self, name, data):
-        """Write a file, whole or not at all."""
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file atomically."""
         if not is_remote(self.location):
             Path(self._full(name)).parent.mkdir(parents=True, exist_ok=True)
             return write_bytes(self._full(name), data)
         with self._told(), self.filesystem.open_output_stream(self._full(name)) as file:
-            file.write(data)  # an object appears when it is closed
+            file.write(data)  # the object becomes visible when the stream is closed
 
-    def delete(self, name):
-        """Remove a file."""
+    def delete(self, name: str) -> None:
+        """Delete a file."""
         with self._told():
             self.filesystem.delete_file(self._full(name))
 
     @contextlib.contextmanager
-    def _told(self):
-        """Name the place in what a store says when it refuses or does not answer."""
+    def _told(self) -> Iterator[None]:
+        """Convert the errors of an object store to ToolErrors that name the location."""
         try:
             yield
         except (FileNotFoundError, ToolError):
@@ -112,8 +122,8 @@ class Folder:
             raise _store_error(self.location, error) from None
 
 
-def _open_filesystem(location):
-    """Return (file system, path) of a location; no request is made but for the region of an S3 bucket."""
+def _open_filesystem(location: str) -> "tuple[pyarrow.fs.FileSystem, str]":
+    """Return (file system, path) of a location; the only request made is for the region of an S3 bucket."""
     import pyarrow.fs
 
     if not is_remote(location):
@@ -121,20 +131,20 @@ def _open_filesystem(location):
     try:
         return _open_store(location)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{location} is no URI of a store ({error}): take s3://bucket/folder?region=...") from None
+        raise BadInput(f"{location} is not a valid URI ({error}): use the form s3://bucket/folder?region=...") from None
 
 
-def _open_store(location):
+def _open_store(location: str) -> "tuple[pyarrow.fs.FileSystem, str]":
     import pyarrow.fs
 
     parts = urllib.parse.urlsplit(location)
     path = f"{parts.netloc}{parts.path}".rstrip("/")
-    options = dict(urllib.parse.parse_qsl(parts.query))
+    options: dict[str, Any] = dict(urllib.parse.parse_qsl(parts.query))
     if parts.scheme in ("gs", "gcs"):
         options["anonymous"] = options.get("anonymous") == "true"
         return pyarrow.fs.GcsFileSystem(retry_time_limit=timedelta(seconds=2 * CONNECT_TIMEOUT), **options), path
     if parts.scheme != "s3":
-        raise BadInput(f"{location}: {parts.scheme}:// is not read: take a path, s3:// or gs://")
+        raise BadInput(f"{location}: {parts.scheme}:// is not supported: use a path, s3:// or gs://")
     options["anonymous"] = options.get("anonymous") == "true"
     endpoint = options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL")
     region = options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
@@ -154,8 +164,8 @@ def _open_store(location):
 
 
 @contextlib.contextmanager
-def open_parquet(folder, name):
-    """Give the pq.ParquetFile of a folder's file; raise CheckFailed where reading finds it damaged."""
+def open_parquet(folder: Folder, name: str) -> "Iterator[pyarrow.parquet.ParquetFile]":
+    """Open a Parquet file of a folder; raise CheckFailed if it turns out to be damaged, also while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -165,11 +175,11 @@ def open_parquet(folder, name):
     except (pa.ArrowInvalid, OSError) as error:
         if STORE_SPOKE.search(str(error)):
             raise _store_error(folder.location, error) from None
-        raise CheckFailed(f"{join(folder.location, name)} is damaged ({error}): make it again") from None
+        raise CheckFailed(f"{join(folder.location, name)} is damaged ({error}): create it again") from None
 
 
-def read_footer(folder, name):
-    """Return (columns, [[row group, rows]], bad rows) of a Parquet file; only its end is read."""
+def read_footer(folder: Folder, name: str) -> tuple[list[str], list[list[int]], list]:
+    """Return (columns, [[row group, number of rows]], bad rows) of a Parquet file; only its footer is read."""
     with open_parquet(folder, name) as parquet:
         groups = [[i, parquet.metadata.row_group(i).num_rows] for i in range(parquet.num_row_groups)]
         bad = json.loads((parquet.schema_arrow.metadata or {}).get(b"bad_rows", "[]"))

@@ -1,7 +1,12 @@
-"""Diffusers pipelines: model folders as files, loading, drawing. Nothing here trains.
+"""Diffusers pipelines: validate model folders, load them, draw images. No training code.
 
-configs       what a model folder says of itself     loading       models and pipelines in memory
-tokens        the tokenizer and what it reads        samplers      which scheduler draws, in how many steps
-model_folder  whole, damaged, its digest, copies     image_folder  names and records of drawn images
-prompts       identifiers, files of prompts          drawing       images on a pool of actors
+configs       model_index.json and the configurations of a model's components
+tokens        tokenizers: vocabulary checks, token ids, truncated prompts
+model_folder  file checks, weight variants, copies and digests of a model folder
+loading       load models and pipelines, encode and draw with them
+samplers      sampler flags and the scheduler that a pipeline draws with
+prompts       files of prompts, subject identifiers
+image_folder  file names and metadata.jsonl of generated images
+drawing       draw images on a pool of actors
+hub           models of the Hugging Face hub and its local cache
 """

@@ -1,4 +1,4 @@
-"""What a Diffusers model folder says of itself: its components, their configurations and sizes."""
+"""Read model_index.json, component configurations, sizes and metadata of a Diffusers model folder."""
 
 import importlib
 import inspect
@@ -6,12 +6,13 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from common.errors import BadInput, CheckFailed
 
 
-def read_json_file(path):
-    """Return the JSON of a file of a model; raise CheckFailed where it is damaged."""
+def read_json_file(path: str | Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model; raise CheckFailed if the file is damaged."""
     try:
         value = json.loads(Path(path).read_text())
     except ValueError as error:
@@ -21,53 +22,56 @@ def read_json_file(path):
     return value
 
 
-def read_index(model_dir):
-    """Return a model folder's model_index.json: {"unet": ["diffusers", "UNet2DConditionModel"], ...}."""
+def read_index(model_dir: str | Path) -> dict[str, Any]:
+    """Return model_index.json of a model folder: {"unet": ["diffusers", "UNet2DConditionModel"], ...}."""
     return read_json_file(Path(model_dir) / "model_index.json")
 
 
-def components(index):
-    """Return {name: (library, class)} of the components that a model_index.json names."""
-    return {
-        name: tuple(value) for name, value in index.items() if isinstance(value, list) and len(value) == 2 and value[0]
-    }
+def components(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return {name: (library, class)} of the components in a model_index.json."""
+    pairs = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
+    return {name: (library, class_name) for name, (library, class_name) in pairs.items() if library}
 
 
 class Config(dict):
-    """A component's configuration; a value that its file leaves out is the default of its class.
+    """A component's configuration; values that its file lacks are the defaults of its class.
 
-    Files of older libraries lack what was added since. The class is imported only then: that takes seconds.
+    Files written by older library versions lack newer settings. The class, whose import takes seconds, is imported
+    only if a value is missing.
     """
 
-    def __init__(self, values, library, class_name):
+    def __init__(self, values: dict[str, Any], library: str, class_name: str):
         super().__init__(values)
         self.library, self.class_name = library, class_name
 
-    def __missing__(self, name):
+    def __missing__(self, name: str) -> Any:
         component = getattr(importlib.import_module(self.library), self.class_name)
-        if hasattr(component, "config_class"):  # of transformers
+        if hasattr(component, "config_class"):  # a transformers class
             defaults = component.config_class().to_dict()
         else:
             defaults = {each.name: each.default for each in inspect.signature(component.__init__).parameters.values()}
         value = defaults[name]
         return list(value) if isinstance(value, tuple) else value
 
-    def get(self, name, default=None):
-        """Return a value as [] does, which a dict's own get does not; `default` where the class has none either."""
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value or its class default, which dict.get ignores; `default` if the class has none."""
         try:
             return self[name]
         except KeyError:
             return default
 
 
-def read_config(model_dir, component):
-    """Return the Config of a model's component."""
+def read_config(model_dir: str | Path, component: str) -> Config:
+    """Return the configuration of a model's component."""
     name = "scheduler_config.json" if component == "scheduler" else "config.json"
     return Config(read_json_file(Path(model_dir) / component / name), *components(read_index(model_dir))[component])
 
 
-def read_unet_config(path, model_dir):
-    """Return the configuration of a UNet in a file, which must fit the model's VAE and text encoder, or the model's."""
+def read_unet_config(path: str | Path | None, model_dir: str | Path) -> dict[str, Any]:
+    """Return the UNet configuration in the file of --unet_config, or the model's own if `path` is empty.
+
+    Raises BadInput if the configuration does not fit the model's VAE and text encoder.
+    """
     own = read_config(model_dir, "unet")
     if not path:
         return dict(own)
@@ -76,49 +80,50 @@ def read_unet_config(path, model_dir):
     except (OSError, ValueError) as error:
         raise BadInput(f"--unet_config {path}: {error}") from None
     if not isinstance(config, dict):
-        raise BadInput(f"--unet_config {path} is not a UNet's configuration: give the config.json of one")
+        raise BadInput(f"--unet_config {path} is not a UNet configuration: pass the config.json of a UNet")
     found = Config(config, own.library, own.class_name)
     for name in ("in_channels", "out_channels", "cross_attention_dim"):
         if found[name] != own[name]:
-            raise BadInput(f"--unet_config {path} has {name} {found[name]}, --model_dir {model_dir} needs {own[name]}")
+            needed = f"--model_dir {model_dir} needs {own[name]}"
+            raise BadInput(f"--unet_config {path} has {name} {found[name]}, but {needed}")
     return config
 
 
-def pixel_factor(model_dir):
-    """Return how many pixels a side one latent cell covers: 8 for Stable Diffusion's VAE."""
+def pixel_factor(model_dir: str | Path) -> int:
+    """Return the number of pixels per side of a latent cell: 8 for Stable Diffusion's VAE."""
     return 2 ** (len(read_config(model_dir, "vae")["block_out_channels"]) - 1)
 
 
-def model_resolution(model_dir):
-    """Return the side, in pixels, of the square pictures that a model was trained to draw."""
+def model_resolution(model_dir: str | Path) -> int:
+    """Return the side, in pixels, of the square images that a model was trained on."""
     cells = read_config(model_dir, "unet")["sample_size"]
     if not isinstance(cells, int):
-        raise BadInput(f"{model_dir}/unet/config.json has no sample_size in whole latent cells a side: write it there")
+        raise BadInput(f"{model_dir}/unet/config.json has no integer sample_size (latent cells per side): add it")
     return cells * pixel_factor(model_dir)
 
 
-def check_resolution(model_dir, flag, value):
-    """Raise BadInput unless the VAE divides `value` pixels into whole latent cells, and Diffusers draws it."""
-    multiple = math.lcm(pixel_factor(model_dir), 8)  # Diffusers' pipelines take multiples of 8, whatever the VAE
+def check_resolution(model_dir: str | Path, flag: str, value: int) -> None:
+    """Raise BadInput unless `value` pixels are a multiple of a latent cell and of what Diffusers' pipelines accept."""
+    multiple = math.lcm(pixel_factor(model_dir), 8)  # Diffusers' pipelines require multiples of 8 for every VAE
     if value % multiple:
         near = max(multiple, round(value / multiple) * multiple)
-        raise BadInput(f"{flag} {value} is not a multiple of {multiple}, as the VAE needs: take {near}")
+        raise BadInput(f"{flag} {value} is not a multiple of {multiple}, which the model requires: use {near}")
 
 
-def base_name(model_dir):
-    """Return a name for a base model: the hub's where it lies in a hub cache, else its folder's."""
+def base_name(model_dir: str | Path) -> str:
+    """Return the name of a base model: its hub name if it is in a hub cache, else its folder's name."""
     hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/", f"{model_dir}/")
     return f"{hub[1]}/{hub[2]}" if hub else Path(model_dir).name
 
 
-def base_revision(model_dir):
-    """Return the commit hash of a base model in a hub cache, None for another folder."""
+def base_revision(model_dir: str | Path) -> str | None:
+    """Return the commit hash of a base model in a hub cache, or None for any other folder."""
     found = re.search(r"/snapshots/([0-9a-f]{40})", str(model_dir))
     return found and found[1]
 
 
-def base_license(model_dir):
-    """Return the licence that a base model's README.md names in its front matter, or `other`."""
+def base_license(model_dir: str | Path) -> str:
+    """Return the licence named in the front matter of a base model's README.md, or `other`."""
     readme = Path(model_dir) / "README.md"
     found = readme.is_file() and re.search(r"^license: *(\S+)", readme.read_text(errors="replace"), re.MULTILINE)
     return found[1] if found else "other"

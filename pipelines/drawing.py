@@ -1,7 +1,7 @@
-"""Pictures of prompts in an image folder: names, records of how each was made, and the actors that draw them.
+"""Draw the images of image folders on a pool of actors.
 
-A picture depends on the model, the prompt, the seed, its index and the sampler's settings alone, not on which worker
-drew it or beside what; what lies whole in the folder is not drawn again.
+An image depends only on the model, the prompt, the seed, its index and the sampler flags, not on the worker or batch
+that draws it. Images that already exist undamaged are not drawn again.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.actors import map_on_actors
 from common.errors import BadInput
@@ -24,22 +25,25 @@ from pipelines.samplers import SAMPLER
 from pipelines.tokens import say_what_is_cut
 from utils import image_seed
 
-MAX_REDRAWS = 10  # of an image that the safety checker flags
+MAX_REDRAWS = 10  # per image, if the safety checker flags it
 
 
 class ImageDrawer:
-    """Draws batches and writes each image whole: the work of one actor. It holds one pipeline, of its last batch."""
+    """The worker of an actor: draws batches and writes their image files. It keeps the pipeline of its last batch."""
 
-    def __init__(self, num_threads=None):
+    def __init__(self, num_threads: int | None = None):
         import torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.num_threads, self.model, self.pipeline = num_threads, None, None
+        self.num_threads = num_threads
+        self.model: dict[str, Any] | None = None
+        self.pipeline: Any = None
 
-    def __call__(self, item):
-        """Draw {"model": as draw_folders takes it, "paths": [files to write], "records": [of each]}.
+    def __call__(self, item: dict[str, Any]) -> dict[str, str]:
+        """Draw a batch: {"model": as in draw_folders, "paths": [files to write], "records": [one per file]}.
 
-        Returns JSON: "records", {path: record} of what was drawn, and "flagged", the paths of what never passed.
+        Returns, as JSON, "records": {path: record} of the images drawn, and "flagged": the paths of images that the
+        safety checker flagged in every attempt.
         """
         self._load(item["model"])
         todo = dict(zip(item["paths"], item["records"], strict=True))
@@ -54,9 +58,8 @@ class ImageDrawer:
                 break
         return {"records": json.dumps(done), "flagged": json.dumps(list(todo))}
 
-    def _load(self, model):
-        """Make `model` the one that draws; the one before it leaves the memory first."""
-
+    def _load(self, model: dict[str, Any]) -> None:
+        """Load the pipeline of `model`, unless it is loaded, after freeing the previous one."""
         if model == self.model:
             return
         self.model = self.pipeline = None
@@ -68,7 +71,6 @@ class ImageDrawer:
         self.model = model
 
     def _draw(self, records, attempt):
-
         seeds = [image_seed(record["base_seed"], record["index"], attempt) for record in records]
         sampler = {name: records[0][name] for name in SAMPLER}
         return loading.draw_images(self.pipeline, [record["text"] for record in records], seeds, **sampler)
@@ -80,18 +82,19 @@ class ImageDrawer:
         text = PngInfo()
         text.add_text("record", json.dumps(record, sort_keys=True))
         data = io.BytesIO()
-        image.save(data, "PNG", pnginfo=text, compress_level=1)  # a fifth of the usual time, a sixth more bytes
+        image.save(
+            data, "PNG", pnginfo=text, compress_level=1
+        )  # default level: five times slower, files a sixth smaller
         write_bytes(path, data.getvalue())
         return {**record, "file_name": Path(path).name, "sha256": hashlib.sha256(data.getvalue()).hexdigest()}
 
 
-def make_items(images, batch_size):
-    """Return ImageDrawer's items of at most `batch_size` images of one model and sampler, those of a model in a row.
+def make_items(images: list[tuple[str, dict[str, Any], dict[str, Any]]], batch_size: int) -> list[dict[str, Any]]:
+    """Return ImageDrawer's items: batches of at most `batch_size` images of one model and sampler, grouped by model.
 
-    images: (path, model, record) of each. An item may hold several prompts, and one prompt fills many items, so that
-    it keeps all actors busy.
+    images: (path, model, record) of each. A batch may mix prompts, and the images of one prompt fill several batches.
     """
-    groups = {}  # by model, then by sampler
+    groups: dict[str, tuple[dict, dict]] = {}  # {model as JSON: (model, {sampler: images})}
     for path, model, record in images:
         _, by_sampler = groups.setdefault(json.dumps(model, sort_keys=True), (model, {}))
         by_sampler.setdefault(tuple(record[name] for name in SAMPLER), []).append((path, record))
@@ -103,12 +106,15 @@ def make_items(images, batch_size):
     ]
 
 
-def check_model_and_sampler(model, sampler):
-    """Check that a model is whole and draws pictures of the sampler's height and width, which it makes explicit."""
+def check_model_and_sampler(model: dict[str, Any], sampler: dict[str, Any]) -> None:
+    """Raise BadInput or CheckFailed unless a model's files are whole and it can draw with the sampler's settings.
+
+    If only one of height and width is given, sets the other one in `sampler` to the model's own.
+    """
     index = check_pipeline(model["model_dir"])
     if sampler["sampler"] == "dpm++" and "FlowMatch" in (scheduler := index["scheduler"][1]):
-        raise BadInput(f"--sampler dpm++ cannot replace the {scheduler} of {model['model_dir']}: take model")
-    if sampler["height"] or sampler["width"]:  # Diffusers would drop one that comes alone
+        raise BadInput(f"--sampler dpm++ cannot replace the {scheduler} of {model['model_dir']}: use --sampler model")
+    if sampler["height"] or sampler["width"]:  # Diffusers ignores one without the other
         for name in ("height", "width"):
             sampler[name] = sampler[name] or model_resolution(model["model_dir"])
             check_resolution(model["model_dir"], f"--{name}", sampler[name])
@@ -117,60 +123,78 @@ def check_model_and_sampler(model, sampler):
     for name in replaced:
         check_component(Path(folder), name, index[name][1], "--checkpoint")
     if folder and not replaced:
-        raise BadInput(f"--checkpoint {folder} holds no module of the model: give a checkpoint-... folder")
+        raise BadInput(f"--checkpoint {folder} contains no component of the model: pass a checkpoint-... folder")
 
 
 @dataclass
 class _Folder:
-    """An image folder of draw_folders. wanted, records: by file name, what is asked for and what stands whole."""
+    """One image folder of draw_folders, with {file name: record} of all wanted images and of those that exist."""
 
     path: Path
-    model: dict
-    wanted: dict
-    records: dict
+    model: dict[str, Any]
+    wanted: dict[str, dict[str, Any]]
+    records: dict[str, dict[str, Any]]
 
     def __post_init__(self):
         self.missing = {name: record for name, record in self.wanted.items() if name not in self.records}
 
     def is_finished(self):
-        """Return whether all images are there and metadata.jsonl lists them."""
+        """Return whether all wanted images exist and metadata.jsonl lists them."""
         return not self.missing and self.records.items() <= read_metadata(self.path).items()
 
 
-def draw_folder(output_dir, prompts, count, seed, model, sampler, overwrite=False, **pool):
-    """Draw what is missing of one folder: `draw_folders` of one job."""
+def draw_folder(
+    output_dir: str | Path,
+    prompts: list[str],
+    count: int,
+    seed: int,
+    model: dict[str, Any],
+    sampler: dict[str, Any],
+    overwrite: bool = False,
+    **pool: Any,
+) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Draw the missing images of one folder: `draw_folders` with a single job."""
     return draw_folders([(output_dir, prompts, count, model)], seed, sampler, overwrite, **pool)[0]
 
 
-def draw_folders(jobs, seed, sampler, overwrite=False, **pool):
-    """Draw what is missing of several folders on one pool of actors; return [(how many, records by file name)] of them.
+def draw_folders(
+    jobs: list[tuple[str | Path, list[str], int, dict[str, Any]]],
+    seed: int,
+    sampler: dict[str, Any],
+    overwrite: bool = False,
+    **pool: Any,
+) -> list[tuple[int, dict[str, dict[str, Any]]]]:
+    """Draw the missing images of several folders on one pool of actors.
 
-    jobs: (output_dir, prompts, count, model) each: `count` images of each prompt; no folder comes twice.
-    model: model_dir, checkpoint (or None), mixed_precision, safety_checker; sampler: those of SAMPLER, checked.
-    pool: batch_size, and num_workers and the like of map_on_actors.
+    Returns (number of images drawn, {file name: record} of all wanted images) for each folder.
+    jobs: (output_dir, prompts, count, model) for `count` images per prompt; output folders must differ.
+    model: model_dir, checkpoint (or None), mixed_precision, safety_checker.
+    sampler: the settings in SAMPLER, checked by `check_model_and_sampler`.
+    pool: batch_size, and the keyword arguments of map_on_actors.
     All folders are checked and locked before the first image is drawn.
     """
-    folders, unfinished = [_look_into(*job, seed, sampler, overwrite) for job in jobs], []
+    folders, unfinished = [_look_into(job, seed, sampler, overwrite) for job in jobs], []
     for folder in folders:
         if folder.is_finished():
-            say(f"{folder.path}: all {len(folder.wanted)} images are there")
+            say(f"{folder.path}: all {len(folder.wanted)} images exist")
         else:
             unfinished.append(folder)
     with contextlib.ExitStack() as stack:
         for folder in unfinished:
             stack.enter_context(lock(folder.path / ".lock"))
-            for path in folder.path.glob(".*.tmp"):  # what a killed run was writing
+            for path in folder.path.glob(".*.tmp"):  # files that a killed run left
                 path.unlink()
         _check_needs([folder for folder in unfinished if folder.missing])
         for folder in unfinished:
-            stack.callback(write_metadata, folder.path, folder.records)  # also where drawing, or another's, fails
+            stack.callback(write_metadata, folder.path, folder.records)  # also if drawing fails
         if unfinished:
             _draw_missing(unfinished, **pool)
     return [(len(folder.missing), folder.records) for folder in folders]
 
 
-def _look_into(output_dir, prompts, count, model, seed, sampler, overwrite):
-    """Return the _Folder of a job, with absolute paths; raise BadInput where it cannot be written or holds another."""
+def _look_into(job, seed: int, sampler: dict[str, Any], overwrite: bool) -> _Folder:
+    """Return the _Folder of a job, with absolute paths; raise BadInput if it is not writable or has other settings."""
+    output_dir, prompts, count, model = job
     output_dir = Path(output_dir).resolve()
     model = {**model, **{name: str(Path(model[name]).resolve()) for name in ("model_dir", "checkpoint") if model[name]}}
     check_writable(output_dir, "--output_dir")
@@ -178,14 +202,14 @@ def _look_into(output_dir, prompts, count, model, seed, sampler, overwrite):
     return _Folder(output_dir, model, wanted, whole_images(output_dir, wanted, overwrite))
 
 
-def _check_needs(folders):
-    """Check, before a model is loaded, its files and the room on the disk; say what of a prompt is not read."""
+def _check_needs(folders: list[_Folder]) -> None:
+    """Check the free disk space and the models' files before any model is loaded; warn of truncated prompts."""
     needs, models, said = [], {}, {}
     for folder in folders:
         side = model_resolution(folder.model["model_dir"])
         images = folder.missing.values()
         sizes = [3 * (record["height"] or side) * (record["width"] or side) + 4096 for record in images]
-        needs.append(("--output_dir", folder.path, sum(sizes)))  # bytes of a PNG, at the most
+        needs.append(("--output_dir", folder.path, sum(sizes)))  # upper bound of the PNG files, in bytes
         models |= dict.fromkeys(filter(None, (folder.model["model_dir"], folder.model["checkpoint"])))
         texts = dict.fromkeys(text for each in images for text in (each["text"], each["negative_prompt"]))
         said.setdefault(folder.model["model_dir"], {}).update(texts)
@@ -196,8 +220,8 @@ def _check_needs(folders):
         say_what_is_cut(model_dir, texts)
 
 
-def _draw_missing(folders, batch_size, **pool):
-    """Draw what is missing of the folders and add it to their records."""
+def _draw_missing(folders: list[_Folder], batch_size: int, **pool: Any) -> None:
+    """Draw the missing images of the folders and add them to their records."""
     images = [(str(each.path / name), each.model, record) for each in folders for name, record in each.missing.items()]
     records = {folder.path: folder.records for folder in folders}
     flagged = []
@@ -210,6 +234,6 @@ def _draw_missing(folders, batch_size, **pool):
             progress.update(len(drawn))
     if flagged:
         raise BadInput(
-            f"the safety checker flagged {len(flagged)} images {MAX_REDRAWS + 1} times ({flagged[0]} the first): "
+            f"the safety checker flagged {len(flagged)} images {MAX_REDRAWS + 1} times, starting with {flagged[0]}: "
             "change the prompt or the seed, or pass --no_safety_checker"
         )

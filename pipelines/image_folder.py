@@ -1,10 +1,12 @@
-"""A folder of drawn images: file names, and the record of how each image was made, in metadata.jsonl."""
+"""A folder of generated images: file names, and metadata.jsonl with a record of how each image was drawn."""
 
 import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from common.folders import check_same_settings, read_json_lines, sha256_file, write_bytes
 from common.messages import say
@@ -13,14 +15,19 @@ from pipelines.model_folder import digest_model
 METADATA = "metadata.jsonl"
 
 
-def image_name(prompt, index):
-    """Return the file name of image `index` of a prompt: its readable part, a hash of the whole prompt, the index."""
+def image_name(prompt: str, index: int) -> str:
+    """Return the file name of an image: readable words of its prompt, a hash of the whole prompt, the image's index."""
     readable = re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60].strip("-")
     return f"{readable or 'image'}-{hashlib.sha256(prompt.encode()).hexdigest()[:8]}-{index:05d}.png"
 
 
-def wanted_images(prompts, count, seed, model, sampler):
-    """Return {file name: record}: what metadata.jsonl says of each image, less the seed that a redraw may change."""
+def wanted_images(
+    prompts: Iterable[str], count: int, seed: int, model: dict[str, Any], sampler: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return {file name: record} of `count` images per prompt.
+
+    A record lacks what is known only after drawing: the image's seed, which redraws change, and its file's SHA-256.
+    """
     digest = digest_model(model["model_dir"]) + (digest_model(model["checkpoint"]) if model["checkpoint"] else "")
     settings = {
         "model": digest,
@@ -36,8 +43,8 @@ def wanted_images(prompts, count, seed, model, sampler):
     }
 
 
-def read_metadata(output_dir):
-    """Return {file name: record} of metadata.jsonl; lines that are not records do not count."""
+def read_metadata(output_dir: str | Path) -> dict[str, dict[str, Any]]:
+    """Return {file name: record} of metadata.jsonl; lines that are not records are ignored."""
     records = {}
     for record in read_json_lines(Path(output_dir) / METADATA):
         with contextlib.suppress(KeyError, TypeError):
@@ -45,12 +52,15 @@ def read_metadata(output_dir):
     return records
 
 
-def read_record(path):
-    """Return the record inside a whole PNG file of ours, None for any other file."""
+def read_record(path: str | Path) -> dict[str, Any] | None:
+    """Return the record in a PNG file that this toolkit wrote, or None for a damaged file or any other one."""
     from PIL import Image
+    from PIL.PngImagePlugin import PngImageFile
 
     try:
         with Image.open(path) as image:
+            if not isinstance(image, PngImageFile):
+                return None
             image.load()
             record = json.loads(image.text["record"])
         return {**record, "file_name": Path(path).name, "sha256": sha256_file(path)}
@@ -58,11 +68,13 @@ def read_record(path):
         return None
 
 
-def whole_images(output_dir, wanted, overwrite):
-    """Return the records of the wanted images that stand whole in `output_dir`.
+def whole_images(
+    output_dir: str | Path, wanted: dict[str, dict[str, Any]], overwrite: bool
+) -> dict[str, dict[str, Any]]:
+    """Return {file name: record} of the wanted images that `output_dir` already contains undamaged.
 
-    metadata.jsonl is trusted where it has the file's sha256; else the file is decoded and tells its own record.
-    Raises BadInput, unless `overwrite`, where one was drawn with other settings.
+    A record in metadata.jsonl is used if its SHA-256 matches the file; otherwise the record is read from the file.
+    Raises BadInput for an image that was drawn with other settings, unless `overwrite` is set.
     """
     listed, whole = read_metadata(output_dir), {}
     for name, record in wanted.items():
@@ -73,7 +85,7 @@ def whole_images(output_dir, wanted, overwrite):
         if found is None or found.get("sha256") != sha256_file(path):
             found = read_record(path)
         if found is None:
-            say(f"{path} is broken: it is drawn again")
+            say(f"{path} is damaged: drawing it again")
             continue
         drawn = {key: found.get(key) for key in record}
         if drawn == record:
@@ -83,8 +95,8 @@ def whole_images(output_dir, wanted, overwrite):
     return whole
 
 
-def write_metadata(output_dir, records):
-    """Write metadata.jsonl of `records` and of what it listed before and still lies there, unless it says so."""
+def write_metadata(output_dir: str | Path, records: dict[str, dict[str, Any]]) -> None:
+    """Write metadata.jsonl with `records` and its earlier records of files that still exist, if that changes it."""
     output_dir = Path(output_dir)
     kept = {name: record for name, record in read_metadata(output_dir).items() if (output_dir / name).is_file()}
     records = kept | records

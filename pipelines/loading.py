@@ -1,10 +1,15 @@
-"""Load models and pipelines, set torch up for them, draw and encode.
+"""Set up torch, load models and pipelines, draw images, encode images.
 
-torch and diffusers are imported in the functions that need them: a script's checks run before anything heavy.
+torch and diffusers are imported inside the functions, so that a script's checks run before these slow imports.
 """
 
+from __future__ import annotations
+
+import importlib
 import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.errors import BadInput, CheckFailed
 from common.messages import say
@@ -12,11 +17,15 @@ from pipelines.configs import components, read_index
 from pipelines.model_folder import weights_variant
 from pipelines.samplers import use_sampler
 
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
 
-def set_up_torch(device_type, num_threads=None, mixed_precision="auto"):
-    """Set threads and the float32 mode, quieten the libraries.
 
-    On a GPU float32 operations use TF32, of 10 bits of precision, unless `mixed_precision` is `no`.
+def set_up_torch(device_type: str, num_threads: int | None = None, mixed_precision: str = "auto") -> None:
+    """Set the number of threads and the precision of float32 operations, and silence the libraries.
+
+    On a GPU float32 matrix products and convolutions use TF32 (10-bit mantissa), unless `mixed_precision` is `no`.
     """
     import diffusers
     import torch
@@ -32,41 +41,43 @@ def set_up_torch(device_type, num_threads=None, mixed_precision="auto"):
     transformers.utils.logging.disable_progress_bar()
 
 
-def compute_dtype(mixed_precision, device_type, on_any=bool):
-    """Return the torch type to compute in: `auto` is fp32 on a CPU, bf16 on a GPU that has units for it, else fp16.
+def compute_dtype(mixed_precision: str, device_type: str, on_any: Callable[[bool], bool] = bool) -> torch.dtype:
+    """Return the data type to compute in; `auto` is fp32 on a CPU, bf16 on a GPU with bf16 units, else fp16.
 
     PyTorch emulates bf16 on GPUs older than Ampere (T4, V100, RTX 20xx), which is slow.
-    on_any: of workers that must take the same type, whether a flag is true on any of them.
+    on_any: returns whether its argument is true on any worker, so that all workers use the same type.
     """
     import torch
 
     if mixed_precision == "fp16" and device_type == "cpu":
-        raise BadInput("--mixed_precision fp16 needs a GPU: take no or auto")
+        raise BadInput("--mixed_precision fp16 needs a GPU: use no or auto")
     if mixed_precision == "auto" and device_type == "cpu":
         mixed_precision = "no"
     elif mixed_precision == "auto":
         mixed_precision = "bf16"
         if on_any(not torch.cuda.is_bf16_supported(including_emulation=False)):
             mixed_precision = "fp16"
-            say(f"{torch.cuda.get_device_name()} has no bf16 units: --mixed_precision auto computes in fp16")
+            say(f"{torch.cuda.get_device_name()} has no bf16 units: --mixed_precision auto uses fp16")
     return {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
 
 
-def load_models(model_dir, names, dtype, checkpoint=None):
-    """Return {name: component} of a Diffusers model folder, safetensors only, weights in `dtype`.
+def load_models(
+    model_dir: str | Path, names: Iterable[str], dtype: torch.dtype, checkpoint: str | Path | None = None
+) -> dict[str, Any]:
+    """Return {name: component} of a Diffusers model folder, loaded from safetensors with weights in `dtype`.
 
-    names: folders of `model_dir`, say ("vae", "unet"); a folder that `checkpoint` holds too is taken from there.
-    Raises CheckFailed where a weight is missing: no layer starts from random numbers in silence.
+    names: components such as ("vae", "unet"); those that `checkpoint` contains are loaded from there.
+    Raises CheckFailed if weights are missing, misshapen, unexpected or not finite; Diffusers would initialize missing
+    ones randomly.
     """
-
     index = read_index(model_dir)
     models = {}
     for name in names:
-        own = checkpoint is not None and os.path.isdir(os.path.join(checkpoint, name))
-        root = checkpoint if own else model_dir
+        path = os.path.join(model_dir, name)
+        if checkpoint is not None and os.path.isdir(os.path.join(checkpoint, name)):
+            path = os.path.join(checkpoint, name)
         library, class_name = index[name]
-        component = getattr(__import__(library), class_name)
-        path = os.path.join(root, name)
+        component = getattr(importlib.import_module(library), class_name)
         if not hasattr(component, "named_parameters"):
             models[name] = component.from_pretrained(path, local_files_only=True)
             continue
@@ -77,43 +88,52 @@ def load_models(model_dir, names, dtype, checkpoint=None):
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the info, and end the run below
+            ignore_mismatched_sizes=True,  # reported in `info`, and raised below
         )
-        # Old checkpoints of CLIP hold the numbers of the positions too.
+        # Old CLIP checkpoints also contain the position ids.
         others = [key for key in info["unexpected_keys"] if not key.endswith("position_ids")]
         wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *others]
         if wrong:
             raise CheckFailed(
-                f"{path}: {len(wrong)} weights are missing, misshapen or not of this model, {min(wrong)} the first"
+                f"{path}: {len(wrong)} weights are missing, misshapen or unexpected, starting with {min(wrong)}: "
+                "fetch the model again"
             )
         broken = [key for key, value in models[name].state_dict().items() if not value.isfinite().all()]
         if broken:
-            raise CheckFailed(f"{path}: {len(broken)} weights are not finite, {broken[0]} the first: fetch it again")
+            first = f"{len(broken)} weights are not finite, starting with {broken[0]}"
+            raise CheckFailed(f"{path}: {first}: fetch the model again")
     return models
 
 
-def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True, modules=None):
-    """Return the pipeline of a model folder, weights in `dtype`, checked; modules of `checkpoint` replace its own.
+def load_pipeline(
+    model_dir: str | Path,
+    dtype: torch.dtype,
+    checkpoint: str | Path | None = None,
+    safety_checker: bool = True,
+    modules: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the Diffusers pipeline of a model folder, weights in `dtype`, checked as by `load_models`.
 
-    modules: {name: module} that are in memory already, taken as they are.
+    checkpoint: a folder whose components replace the model's own.
+    modules: {name: module} of components in memory, used as they are.
     """
     from diffusers import DiffusionPipeline
 
     index = read_index(model_dir)
-    # What has weights and a class of the libraries' own; tokenizers and the like are left to Diffusers.
+    # Components with weights and a class of diffusers or transformers; Diffusers loads the others.
     names = [
         name
         for name, (library, _) in components(index).items()
         if library in ("diffusers", "transformers") and any(Path(model_dir, name).glob("*.safetensors"))
     ]
-    own = modules or {}
+    own = dict(modules or {})
     replaced = own | load_models(model_dir, [name for name in names if name not in own], dtype, checkpoint)
     if not safety_checker and "safety_checker" in index:
         replaced |= {"safety_checker": None, "requires_safety_checker": False}
     pipeline = DiffusionPipeline.from_pretrained(
         model_dir,
         dtype=dtype,
-        variant=weights_variant(os.path.join(model_dir, "safety_checker")),  # all that is left to load
+        variant=weights_variant(os.path.join(model_dir, "safety_checker")),  # the only weights left to load
         use_safetensors=True,
         local_files_only=True,
         **replaced,
@@ -122,15 +142,17 @@ def load_pipeline(model_dir, dtype, checkpoint=None, safety_checker=True, module
     return pipeline
 
 
-def draw_images(pipeline, prompts, seeds, sampler="model", **options):
-    """Return (PIL images, whether the safety checker flagged each), drawn in one batch; prompts, seeds: of each image.
+def draw_images(
+    pipeline: Any, prompts: list[str], seeds: list[int], sampler: str = "model", **options: Any
+) -> tuple[list[Image.Image], list[bool]]:
+    """Draw one batch of images and return them with the safety checker's verdicts: True for a flagged image.
 
-    sampler: of samplers.use_sampler.
+    prompts, seeds: one per image; sampler: as in samplers.use_sampler; options: passed to the pipeline.
     """
     import torch
 
     count = len(seeds)
-    assert len(prompts) == count, f"{len(prompts)} prompts of {count} images"
+    assert len(prompts) == count, f"{len(prompts)} prompts for {count} images"
     negative_prompt = options.pop("negative_prompt", "") or None
     with use_sampler(pipeline, sampler), torch.inference_mode():
         output = pipeline(
@@ -142,7 +164,7 @@ def draw_images(pipeline, prompts, seeds, sampler="model", **options):
     return output.images, getattr(output, "nsfw_content_detected", None) or [False] * count
 
 
-def encode_posterior(vae, pixel_values):
+def encode_posterior(vae: Any, pixel_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean and standard deviation of the VAE's posterior, unscaled, each [B, c, h, w].
 
     pixel_values: [B, 3, H, W] in [-1, 1].
@@ -151,7 +173,7 @@ def encode_posterior(vae, pixel_values):
     return posterior.mean, posterior.std
 
 
-def scale_latents(latents, vae_config):
-    """Shift and scale the VAE's latents to those the UNet was trained on, by the VAE's own configuration."""
+def scale_latents(latents: Any, vae_config: Mapping[str, Any]) -> Any:
+    """Return latents, shifted and scaled by the VAE's configuration to the values that the UNet is trained on."""
     shift = vae_config.get("shift_factor") or 0.0
     return (latents - shift) * vae_config["scaling_factor"]

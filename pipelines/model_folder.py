@@ -1,4 +1,4 @@
-"""The files of a Diffusers model folder: are they whole, which are used, their digest, copies.
+"""Files of a Diffusers model folder: check them, select weight variants, copy components, compute digests.
 
 No weights are loaded here.
 """
@@ -8,32 +8,43 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from common import folders
 from common.errors import BadInput, CheckFailed
 from pipelines.configs import components, read_config, read_index, read_json_file
 from pipelines.tokens import WITHOUT_VOCABULARY, check_vocabulary, find_vocabulary, read_vocab_size
 
-TRAINING_LOG, VALIDATION_STRIP = "training_log.jsonl", "validation/strip.png"  # what training adds to a folder
-CONFIGURATION = {".json", ".txt", ".model"}  # and a tokenizer's vocabulary
+TRAINING_LOG, VALIDATION_STRIP = (
+    "training_log.jsonl",
+    "validation/strip.png",
+)  # files that training adds to a model folder
+CONFIGURATION = {".json", ".txt", ".model"}  # suffixes of configuration and vocabulary files
 MODEL_FILES = CONFIGURATION | {".safetensors"}
 
 
-def check_pipeline(model_dir, flag="--model_dir"):
-    """Check that `model_dir` is a whole Diffusers pipeline in safetensors and return its model_index.json.
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
 
-    Every component's folder is there with its configuration, every safetensors header parses and fits its file.
-    Raises BadInput for what is missing and CheckFailed for a damaged file; no weights are loaded.
+
+def check_pipeline(model_dir: str | Path, flag: str = "--model_dir") -> dict[str, Any]:
+    """Check that `model_dir` is a complete Diffusers pipeline with safetensors weights; return its model_index.json.
+
+    Every component needs its folder and configuration, and every safetensors header must match its file's size.
+    Raises BadInput for missing files and CheckFailed for damaged ones.
     """
     folder = Path(model_dir)
     if not folder.is_dir():
-        remedy = "for a model of the hub run cache_model.py first, and give the folder that it prints"
+        remedy = "download a hub model with cache_model.py and pass the folder that it prints"
         raise BadInput(f"{flag} {folder} is not a folder: {remedy}")
     try:
         index = read_index(folder)
     except FileNotFoundError:
-        raise BadInput(f"{flag} {folder} has no model_index.json: give what cache_model.py printed") from None
+        raise BadInput(
+            f"{flag} {folder} has no model_index.json: pass the folder that cache_model.py printed"
+        ) from None
     parts = components(index)
     for name, (_, class_name) in parts.items():
         check_component(folder, name, class_name, flag)
@@ -44,11 +55,11 @@ def check_pipeline(model_dir, flag="--model_dir"):
     return index
 
 
-def check_component(folder, name, class_name, flag):
-    """Raise BadInput or CheckFailed unless the folder `name` of a model, or of a checkpoint, is whole."""
+def check_component(folder: Path, name: str, class_name: str, flag: str) -> None:
+    """Raise BadInput or CheckFailed unless component `name` of a model folder or a checkpoint is complete."""
     part = folder / name
     if not part.is_dir():
-        raise BadInput(f"{flag} {folder} lacks the folder of its {name}: fetch the model again")
+        raise BadInput(f"{flag} {folder} lacks the folder {name}: fetch the model again")
     kind = re.search(r"Tokenizer|Scheduler|ImageProcessor|FeatureExtractor", class_name)
     if kind:
         if not any(part.iterdir()):
@@ -63,8 +74,8 @@ def check_component(folder, name, class_name, flag):
     weights = sorted(part.glob("*.safetensors"))
     if not weights:
         pickles = [path.name for pattern in ("*.bin", "*.ckpt", "*.pt") for path in part.glob(pattern)]
-        held = f"only {pickles[0]}, a pickle, which can run code" if pickles else "no weights"
-        raise BadInput(f"{part} holds {held}: take a revision with safetensors")
+        held = f"only {pickles[0]}, a pickle, which can run code when loaded" if pickles else "no weights"
+        raise BadInput(f"{part} contains {held}: use a revision with safetensors")
     for index in part.glob("*.safetensors.index*.json"):
         shards = set(read_json_file(index)["weight_map"].values())
         missing = sorted(shards - {path.name for path in weights})
@@ -74,8 +85,8 @@ def check_component(folder, name, class_name, flag):
         check_safetensors(path)
 
 
-def check_safetensors(path):
-    """Raise CheckFailed unless a safetensors file's header parses and its size is what the header says."""
+def check_safetensors(path: Path) -> None:
+    """Raise CheckFailed unless the header of a safetensors file is valid and matches the file's size."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -85,8 +96,8 @@ def check_safetensors(path):
         raise CheckFailed(f"{path} is damaged ({error}): fetch the model again") from None
 
 
-def count_weights(folder):
-    """Return how many numbers the weights hold of a model folder, or of one component's; a variant counts once."""
+def count_weights(folder: str | Path) -> int:
+    """Return the number of weights of a model folder or a component; further variants are not counted."""
     from safetensors import safe_open
 
     folder = Path(folder)
@@ -100,8 +111,8 @@ def count_weights(folder):
     return total
 
 
-def count_weights_of(unet_config):
-    """Return how many weights a UNet of a configuration has; it is made without memory for them."""
+def count_weights_of(unet_config: dict[str, Any]) -> int:
+    """Return the number of weights of a UNet with this configuration, without allocating them."""
     import torch
     from diffusers import UNet2DConditionModel
 
@@ -110,44 +121,49 @@ def count_weights_of(unet_config):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The files of a component
+# Files of a component
 
 
-def variant_of(name):
-    """Return the "fp16" of model.fp16.safetensors, of its shards and of their index; None for plain weights."""
+def variant_of(name: str) -> str | None:
+    """Return the variant in the name of a weight file, a shard or an index: "fp16" for model.fp16.safetensors.
+
+    Plain weights have None.
+    """
     words = re.sub(r"-\d+-of-\d+", "", Path(name).name).split(".")[1:]
     return ".".join(word for word in words if word not in ("safetensors", "index", "json")) or None
 
 
-def weights_variant(part):
-    """Return the variant of a component's weight files ("fp16" of unet/...fp16.safetensors), None for plain ones."""
-    variants = {variant_of(path.name) for path in Path(part).glob("*.safetensors")}
-    return None if None in variants or not variants else min(variants)
+def weights_variant(part: str | Path) -> str | None:
+    """Return the variant of a component's weights to load: None if it has plain weights or none, else its first."""
+    found = [variant_of(path.name) for path in Path(part).glob("*.safetensors")]
+    variants = [variant for variant in found if variant]
+    return min(variants) if variants and None not in found else None
 
 
-def component_files(part):
-    """Return {name: path} of the files of a component that are used; a copy has them under these names.
+def component_files(part: str | Path) -> dict[str, Path]:
+    """Return {name in a copy: path} of the files of a component that are loaded.
 
-    They are its configuration or vocabulary, and each weight once: plain, or where there are variants alone that of
-    `weights_variant`, whose files and index a copy has under plain names.
+    They are its configuration or vocabulary, and the weights of one variant, see `weights_variant`. A copy names these
+    without the variant.
     """
-    variant, files = weights_variant(part), {}
+    variant = weights_variant(part)
+    files: dict[str, Path] = {}
     for path in sorted(Path(part).glob("*")):
         if ".safetensors" in path.name:
             if variant_of(path.name) == variant:
                 files[_plain_name(path.name)] = path
-        elif path.suffix in CONFIGURATION and ".index." not in path.name:  # that is an index of pickles
+        elif path.suffix in CONFIGURATION and ".index." not in path.name:  # such an index lists pickles
             files[path.name] = path
     return files
 
 
-def _plain_name(name):
+def _plain_name(name: str) -> str:
     variant = variant_of(name)
     return name.replace(f".{variant}", "", 1) if variant else name
 
 
-def _rewritten(name, path):
-    """Return what a copy's file `name` holds where it is not what `path` does: the index of a variant's shards."""
+def _rewritten(name: str, path: Path) -> bytes | None:
+    """Return the content of a copy's file `name` if it differs from `path`: the index of a variant's shards."""
     if name == path.name or path.suffix != ".json":
         return None
     index = read_json_file(path)
@@ -155,8 +171,8 @@ def _rewritten(name, path):
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-def copy_component(part, folder):
-    """Copy the files of a component that are used, byte for byte but for the index of a variant's shards."""
+def copy_component(part: str | Path, folder: str | Path) -> None:
+    """Copy the files of a component that are loaded to a new folder, with the names of `component_files`."""
     Path(folder).mkdir(parents=True)
     for name, path in component_files(part).items():
         data = _rewritten(name, path)
@@ -166,15 +182,15 @@ def copy_component(part, folder):
             Path(folder, name).write_bytes(data)
 
 
-def digest_parts(model_dir, parts, known=None):
-    """Return one sha256 of the files of some components that are used, the same for a copy of them.
+def digest_parts(model_dir: str | Path, parts: Iterable[str], known: dict[Path, str] | None = None) -> str:
+    """Return one SHA-256 of the files of components that are loaded; a copy has the same one.
 
-    known: {path: sha256} of files that need not be read.
+    known: {path: SHA-256} of files that need not be read.
     """
     return folders.digest_named(_digests(model_dir, parts, known or {}))
 
 
-def _digests(model_dir, parts, known):
+def _digests(model_dir: str | Path, parts: Iterable[str], known: dict[Path, str]) -> Iterator[tuple[str, str]]:
     for part in parts:
         for name, path in component_files(Path(model_dir, part)).items():
             data = _rewritten(name, path)
@@ -185,43 +201,43 @@ def _digests(model_dir, parts, known):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What decides what it draws
+# Digest of a model
 
 
-def digest_model(model_dir):
-    """Return one sha256 of the files of a model folder, or a checkpoint, that decide what it draws.
+def digest_model(model_dir: str | Path) -> str:
+    """Return one SHA-256 of the files of a model folder or a checkpoint that determine the images it draws.
 
-    Gigabytes are not read again where a manifest or the hub's cache knows their sha256: `check_model` reads them.
+    Files whose SHA-256 is in a manifest or in the hub's cache are not read; `check_model` compares them.
     """
     known = _known_sha256(model_dir)
     index = [(path.name, known.get(path) or folders.sha256_file(path)) for path in _index_file(model_dir)]
     return folders.digest_named([*index, *_digests(model_dir, _part_names(model_dir), known)])
 
 
-def check_model(model_dir):
-    """Raise CheckFailed for a file of a model folder, or a checkpoint, that has not the sha256 that is known of it."""
+def check_model(model_dir: str | Path) -> None:
+    """Raise CheckFailed unless the files of a model folder or a checkpoint have the sizes and SHA-256s on record."""
     folder, known = Path(model_dir), _known_sha256(model_dir)
     for name, fact in folders.read_json(folder / folders.MANIFEST).get("files", {}).items():
         path = folder / name
         if path.suffix in MODEL_FILES and not (path.is_file() and path.stat().st_size == fact["size"]):
-            raise CheckFailed(f"{path} is damaged: it is not of {fact['size']} bytes: fetch or make it again")
+            raise CheckFailed(f"{path} is damaged, its size is not {fact['size']} bytes: fetch or create it again")
     for path, found in zip(known, folders.sha256_files(known), strict=True):
         if found != known[path]:
-            raise CheckFailed(f"{path} is damaged: its sha256 is not {known[path][:12]}...: fetch or make it again")
+            raise CheckFailed(f"{path} is damaged, its SHA-256 is not {known[path][:12]}...: fetch or create it again")
 
 
-def _index_file(model_dir):
+def _index_file(model_dir: str | Path) -> list[Path]:
     return list(Path(model_dir).glob("model_index.json"))  # a checkpoint has none
 
 
-def _part_names(model_dir):
-    """Return the names of the components of a model folder: those in its index, of a checkpoint all its folders."""
+def _part_names(model_dir: str | Path) -> list[str]:
+    """Return the components of a model folder: those in its index, or all folders of a checkpoint."""
     if _index_file(model_dir):
         return list(components(read_index(model_dir)))
     return [path.name for path in Path(model_dir).iterdir() if path.is_dir() and path.name[0] != "."]
 
 
-def _model_files(model_dir):
+def _model_files(model_dir: str | Path) -> list[Path]:
     parts = _part_names(model_dir)
     return [
         *_index_file(model_dir),
@@ -229,9 +245,10 @@ def _model_files(model_dir):
     ]
 
 
-def _known_sha256(model_dir):
-    """Return {file of a model folder: the sha256 it must have}, by its manifest or its blob's name in a hub cache."""
-    folder, known = Path(model_dir), {}
+def _known_sha256(model_dir: str | Path) -> dict[Path, str]:
+    """Return {path: expected SHA-256} of a model's files, from its manifest or the names of blobs in a hub cache."""
+    folder = Path(model_dir)
+    known: dict[Path, str] = {}
     files = folders.read_json(folder / folders.MANIFEST).get("files", {})
     for path in _model_files(folder):
         fact, blob = files.get(path.relative_to(folder).as_posix()), path.resolve()

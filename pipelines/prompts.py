@@ -1,26 +1,42 @@
-"""Prompts: files of them, and the identifier that names a subject."""
+"""Read files of prompts; check the identifier that names a subject."""
+
+from collections.abc import Iterable
+from pathlib import Path
 
 from common.cli import check_text
 from common.errors import BadInput
 
 
-def _words(prompt):
+def read_prompts_file(path: str | Path) -> list[str]:
+    """Return the unique prompts in the file of --prompts_file, one per line; raise BadInput if it is unreadable."""
+    try:
+        return unique_prompts(Path(path).read_text(encoding="utf-8-sig").split("\n"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--prompts_file {path}: {error}") from None
+
+
+def unique_prompts(prompts: Iterable[str]) -> list[str]:
+    """Return prompts in order, without surrounding whitespace, empty prompts and repetitions."""
+    return list(dict.fromkeys(prompt.strip() for prompt in prompts if prompt.strip()))
+
+
+def _words(prompt: str) -> list[str]:
     return [word.strip(".,;:!?\"'()") for word in prompt.lower().split()]
 
 
-def check_prompts(instance_prompt, class_prompt=None, unique_token=None):
-    """Raise BadInput unless the identifier is in the instance prompt and not in the class prompt.
+def check_prompts(instance_prompt: str, class_prompt: str | None = None, unique_token: str | None = None) -> None:
+    """Raise BadInput unless the instance prompt contains the identifier and the class prompt does not.
 
-    unique_token: by default the words that the instance prompt has and the class prompt lacks.
+    unique_token: the identifier; default: the words of the instance prompt that the class prompt lacks.
     """
     for flag, text in (("--instance_prompt", instance_prompt), ("--class_prompt", class_prompt or "")):
         check_text(flag, text)
     instance, other, token = (_words(text or "") for text in (instance_prompt, class_prompt, unique_token))
     token = token or [word for word in instance if word not in other]
     if not token:
-        raise BadInput("--instance_prompt has no word that --class_prompt lacks: add an identifier, say unqtkn")
+        raise BadInput("--instance_prompt has no word that --class_prompt lacks: add an identifier such as unqtkn")
     for word in token:
         if word not in instance:
             raise BadInput(f"--instance_prompt {instance_prompt!r} lacks the identifier {word!r}: add it")
         if word in other:
-            raise BadInput(f"--class_prompt {class_prompt!r} has the identifier {word!r}: leave it out")
+            raise BadInput(f"--class_prompt {class_prompt!r} contains the identifier {word!r}: remove it")

@@ -1,31 +1,34 @@
-"""Samplers: their flags, and which scheduler a pipeline draws with."""
+"""Sampler flags, and the scheduler that a pipeline draws with."""
 
+import argparse
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 from common.cli import non_negative_float, positive_int
 
 SAMPLER = ("sampler", "num_inference_steps", "guidance_scale", "negative_prompt", "height", "width")
 
 
-def add_sampler_flags(group):
-    """Add the flags of SAMPLER."""
-    help_text = "model: the model's own; dpm++: DPM-Solver++, good with 20 to 25 steps"
+def add_sampler_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags in SAMPLER."""
+    help_text = "scheduler to draw with; model: the model's own; dpm++: DPM-Solver++, which needs only 20 to 25 steps"
     group.add_argument("--sampler", choices=("model", "dpm++"), default="model", help=help_text)
-    group.add_argument("--num_inference_steps", type=positive_int, default=50, help="denoising steps an image")
-    group.add_argument("--guidance_scale", type=non_negative_float, default=7.5, help="weight of the prompt")
-    group.add_argument("--negative_prompt", default="", help="what not to draw")
-    group.add_argument("--height", type=positive_int, help="pixels; default: the model's own")
-    group.add_argument("--width", type=positive_int, help="pixels; default: the model's own")
+    group.add_argument("--num_inference_steps", type=positive_int, default=50, help="denoising steps per image")
+    group.add_argument("--guidance_scale", type=non_negative_float, default=7.5, help="classifier-free guidance scale")
+    group.add_argument("--negative_prompt", default="", help="prompt for what the images should not show")
+    group.add_argument("--height", type=positive_int, help="image height in pixels; default: the model's own")
+    group.add_argument("--width", type=positive_int, help="image width in pixels; default: the model's own")
 
 
 @contextlib.contextmanager
-def use_sampler(pipeline, sampler):
-    """Let a pipeline draw with another scheduler for a while.
+def use_sampler(pipeline: Any, sampler: str) -> Iterator[None]:
+    """Temporarily replace the scheduler of a pipeline.
 
-    sampler: `model`, the scheduler that the pipeline has, or `dpm++`, DPM-Solver++ of second order (arXiv 2211.01095)
-    on the same noise schedule, which needs half the steps or fewer.
+    sampler: `model` keeps the pipeline's own; `dpm++` is second-order DPM-Solver++ (arXiv 2211.01095) on the same
+    noise schedule, which needs at most half the steps.
     """
-    own = getattr(pipeline, "scheduler", None)
+    own: Any = getattr(pipeline, "scheduler", None)
     if sampler == "dpm++":
         from diffusers import DPMSolverMultistepScheduler
 

@@ -380,7 +380,7 @@ def test_a_folder_that_is_not_ours_is_never_replaced(encode, tmp_path):
     (tmp_path / "out" / "holiday.jpg").write_bytes(noise_png())
     before = tree(tmp_path)
     for flags in ((), ("--overwrite",)):
-        with pytest.raises(errors.BadInput, match=r"--output_dir .*out is in the way: it is not a result of ours"):
+        with pytest.raises(errors.BadInput, match=r"--output_dir .*out exists and is not an output of this toolkit"):
             encode(*flags)
     assert tree(tmp_path) == before
 

@@ -60,8 +60,8 @@ def test_bad_input(refused, flags, words):
     ("text", "words"),
     [
         ("{", "Expecting property name"),
-        ("[1, 2]", "is not a UNet's configuration"),
-        ("{}", "has cross_attention_dim 1280, --model_dir "),
+        ("[1, 2]", "is not a UNet configuration"),
+        ("{}", "has cross_attention_dim 1280, but --model_dir "),
         ('{"in_channels": 4, "out_channels": 4, "cross_attention_dim": 32}', "cross_attention_dim 32"),
         ('{"in_channels": 3, "out_channels": 4, "cross_attention_dim": 16}', "in_channels 3"),
     ],
@@ -91,7 +91,7 @@ def test_bad_data(refused, latents, tiny_model, tmp_path):
 def test_what_is_in_the_way_is_not_touched(refused, command):
     command.output_dir.mkdir()
     (command.output_dir / "thesis.tex").write_text("mine")
-    with pytest.raises(errors.BadInput, match="in the way"):
+    with pytest.raises(errors.BadInput, match="not an output of this toolkit"):
         command()
     assert (command.output_dir / "thesis.tex").read_text() == "mine"
 

@@ -316,7 +316,7 @@ def test_redrawn_images_are_equal_to_the_byte(reference, tiny_model, tmp_path, c
     draw_tiny(tiny_model, folder, "--batch_size", 1)
     captured = capsys.readouterr()
     assert last_json(captured.out)["drawn"] == 3
-    assert f"{names[3]} is broken" in captured.err and f"{names[4]} is broken" in captured.err
+    assert f"{names[3]} is damaged" in captured.err and f"{names[4]} is damaged" in captured.err
     after = tree(folder)
     assert {name: data for name, (data, _) in after.items() if name != ".lock"} == {
         name: data for name, (data, _) in before.items() if name != ".lock"
@@ -587,7 +587,7 @@ def test_an_image_that_is_always_flagged_is_an_error(draw, drawn, tmp_path):
     attempts = [image_seed(0, 1, attempt) for attempt in range(MAX_REDRAWS + 50)]
     drawn.flag = set(attempts).__contains__
     with pytest.raises(
-        errors.BadInput, match=rf"flagged 1 images {MAX_REDRAWS + 1} times .*--no_safety_checker"
+        errors.BadInput, match=rf"flagged 1 images {MAX_REDRAWS + 1} times, .*--no_safety_checker"
     ) as error:
         draw("--num_samples_per_prompt", 3)
     names = images_of(tmp_path / "out")

@@ -593,7 +593,7 @@ def test_a_name_on_the_hub_is_sent_to_cache_model(command):
     done = run_script("train.py", *command.arguments(model_dir=None, **{flag: name}))
     assert done.returncode == 3 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("train.py: --model_dir ") and f"{name} is not a folder" in done.stderr
-    assert "run cache_model.py first" in done.stderr
+    assert "download a hub model with cache_model.py" in done.stderr
 
 
 def test_8_bit_adam_asks_for_its_package(command, no_models, monkeypatch):
@@ -617,7 +617,7 @@ def test_bad_folders(command, no_models, tmp_path, tiny_model):
     import shutil
 
     (tmp_path / "empty").mkdir()
-    with pytest.raises(errors.BadInput, match="holds no images"):
+    with pytest.raises(errors.BadInput, match="contains no images"):
         command(instance_images_dir=tmp_path / "empty")
     shutil.copytree(tiny_model, tmp_path / "partial")
     shutil.rmtree(tmp_path / "partial" / "vae")
@@ -629,7 +629,7 @@ def test_bad_folders(command, no_models, tmp_path, tiny_model):
         command(instance_images_dir=bad)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
-    with pytest.raises(errors.BadInput, match="in the way"):
+    with pytest.raises(errors.BadInput, match="not an output of this toolkit"):
         command(output_dir=tmp_path / "full")
     assert (tmp_path / "full" / "thesis.tex").read_text() == "mine"
 

@@ -281,7 +281,7 @@ def test_auto_is_fp16_on_gpus_without_bf16_units_and_says_so(monkeypatch, capsys
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert compute_dtype("auto", "cuda", lambda lacks: lacks or others_lack_it) == dtype
     said = capsys.readouterr().err
-    expected = "Tesla T4 has no bf16 units: --mixed_precision auto computes in fp16\n"
+    expected = "Tesla T4 has no bf16 units: --mixed_precision auto uses fp16\n"
     assert said == ("" if dtype == torch.bfloat16 else expected)
     assert compute_dtype("bf16", "cuda") == torch.bfloat16
 
@@ -444,7 +444,7 @@ def test_images_are_drawn_in_one_batch_from_their_seeds():
         (["a, b", "c"], None, [3, 4], {"num_inference_steps": 2}),
         (["a, b"] * 2, ["blurred"] * 2, [3, 4], {}),
     ]
-    with pytest.raises(AssertionError, match="2 prompts of 1 images"):
+    with pytest.raises(AssertionError, match="2 prompts for 1 images"):
         draw_images(pipeline, ["a", "b"], [3])
 
 

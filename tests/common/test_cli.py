@@ -90,7 +90,7 @@ ERRORS = [
     (OSError(errno.EDQUOT, "Disk quota exceeded", "/out/y.png"), 4, "disk full while writing /out/y.png"),
     (MemoryError(), 4, "out of memory"),
     (OutOfMemoryError("CUDA out of memory"), 4, "out of memory"),
-    (ValueError("bad thing"), 1, "ValueError: bad thing (--debug shows where)"),
+    (ValueError("bad thing"), 1, "ValueError: bad thing (--debug shows the traceback)"),
     (OSError(errno.EACCES, "Permission denied", "/out"), 1, "--debug"),
     (AssertionError(), 1, "AssertionError"),
 ]
@@ -148,7 +148,7 @@ def test_a_long_error_of_many_lines_becomes_one_short_line(capsys):
 
 def test_an_unknown_error_shows_its_last_line(capsys):
     assert run(raiser(RuntimeError("Traceback ...\n  File x\nthe point of it"))) == 1
-    assert "RuntimeError: the point of it (--debug shows where)" in capsys.readouterr().err
+    assert "RuntimeError: the point of it (--debug shows the traceback)" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback_and_the_same_line(capsys):
@@ -207,10 +207,10 @@ REMEDIES = [
     ("run_model", DRAW, "try a smaller --batch_size, then smaller --height and --width"),
     ("run_model", f"{DRAW} --batch_size 1", "try smaller --height and --width"),
     ("evaluate", EVALUATE, "try a smaller --batch_size"),
-    ("evaluate", f"{EVALUATE} --batch_size 1", "take a machine or a GPU with more"),
+    ("evaluate", f"{EVALUATE} --batch_size 1", "use a machine or a GPU with more memory"),
     ("preprocess", ENCODE, "try a smaller --encoding_batch_size"),
-    ("preprocess", f"{ENCODE} --encoding_batch_size 1", "take a machine or a GPU with more"),
-    ("cache_model", "--model_name n --model_dir m", "take a machine or a GPU with more"),
+    ("preprocess", f"{ENCODE} --encoding_batch_size 1", "use a machine or a GPU with more memory"),
+    ("cache_model", "--model_name n --model_dir m", "use a machine or a GPU with more memory"),
 ]  # fmt: skip
 
 

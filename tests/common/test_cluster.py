@@ -154,7 +154,7 @@ def test_without_workers_items_are_done_here_in_order_by_one_worker():
 
 
 def test_too_large_a_pool_is_bad_input(monkeypatch):
-    monkeypatch.setattr(cluster, "start_ray", lambda *_: {"CPU": 2.0})
+    monkeypatch.setattr(actors, "start_ray", lambda *_: {"CPU": 2.0})
     items = [{"number": i} for i in range(9)]
     with pytest.raises(errors.BadInput, match="--num_workers 3 of 1 CPUs"):
         next(actors.map_on_actors(Doubler, {"offset": 1}, items, num_workers=3, cpus_per_worker=1))
@@ -224,7 +224,7 @@ def test_an_actor_that_dies_each_time_is_given_up(ray_session, tmp_path, when):
     with pytest.raises(ray.exceptions.ActorDiedError) as caught:
         list(actors.map_on_actors(Mortal, {}, [{}, {}], 1, max_failures=1))
     code, message = errors.describe_error(caught.value)
-    assert code == 4 and "a worker process died; usually the system ended it because memory ran out" in message
+    assert code == 4 and "a worker process died; usually the system killed it because memory ran out" in message
     assert len(list(tmp_path.glob("*.born"))) == 2
 
 
@@ -242,7 +242,7 @@ def test_an_actor_that_dies_once_is_started_again_and_says_so(ray_session, tmp_p
 
     results = list(actors.map_on_actors(Mortal, {}, [{"number": i} for i in range(3)], 1))
     assert sorted(result["number"] for result in results) == [0, 1, 2]
-    assert capfd.readouterr().err.count("warning: a worker process died, and was started again") == 1
+    assert capfd.readouterr().err.count("warning: a worker process died and was restarted") == 1
 
 
 @pytest.mark.ray
@@ -253,7 +253,7 @@ def test_an_error_of_ours_in_an_actor_is_told_as_it_is(ray_session, capfd):
 
     with pytest.raises(errors.ToolError) as caught:
         list(actors.map_on_actors(Faulty, {}, [{}], 1))
-    assert errors.describe_error(caught.value) == (1, "KeyError: 'scaling_factor' (--debug shows where)")
+    assert errors.describe_error(caught.value) == (1, "KeyError: 'scaling_factor' (--debug shows the traceback)")
     assert "in __init__" in caught.value.__notes__[0] and capfd.readouterr().out == ""
 
 

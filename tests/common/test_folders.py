@@ -192,7 +192,7 @@ def test_what_is_not_ours_is_never_replaced(tmp_path):
     folders.check_ours(tmp_path, "--output_dir")  # empty
     (tmp_path / "thesis.txt").write_text("mine")
     for path in (tmp_path, tmp_path / "thesis.txt"):
-        with pytest.raises(errors.BadInput, match="in the way: it is not a result of ours"):
+        with pytest.raises(errors.BadInput, match="is not an output of this toolkit"):
             folders.check_ours(path, "--output_dir")
     (tmp_path / folders.MANIFEST).write_text("{}")
     folders.check_ours(tmp_path, "--output_dir")
@@ -208,7 +208,7 @@ def test_an_output_does_not_replace_what_is_read(tmp_path):
 def test_a_need_larger_than_the_disk_is_refused(tmp_path):
     free = shutil.disk_usage(tmp_path).free
     folders.check_space([("--work_dir", tmp_path / "new" / "work", 1000), ("--output_dir", tmp_path, 1000)])
-    with pytest.raises(errors.OutOfResource, match=r"--work_dir .* GB are needed, .* free: make room"):
+    with pytest.raises(errors.OutOfResource, match=r"--work_dir .* GB are needed, .* free some space"):
         folders.check_space([("--work_dir", tmp_path / "new", free * 0.6), ("--output_dir", tmp_path, free * 0.6)])
 
 

@@ -50,7 +50,7 @@ def test_a_file_is_split_from_its_folder_whose_options_stay(location, folder, na
 
 @pytest.mark.parametrize("location", ["ftp://host/data", "file:///data", "https://host/data", "hdfs://host/data"])
 def test_an_unknown_kind_of_store_is_bad_input(location):
-    with pytest.raises(errors.BadInput, match=f"{location}: .* is not read: take a path, s3:// or gs://"):
+    with pytest.raises(errors.BadInput, match=f"{location}: .* is not supported: use a path, s3:// or gs://"):
         Folder(location)
 
 
@@ -58,7 +58,7 @@ def test_an_unknown_kind_of_store_is_bad_input(location):
     "location", ["s3://bucket/data?colour=red", "gs://bucket/data?anonymous=true&colour=red", "s3://[bucket/data"]
 )
 def test_an_option_that_a_store_does_not_have_is_bad_input(location, s3_keys):
-    with pytest.raises(errors.BadInput, match="no URI of a store"):
+    with pytest.raises(errors.BadInput, match="not a valid URI"):
         Folder(location + "&region=eu-west-1" if "?" in location else location)
 
 

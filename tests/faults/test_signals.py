@@ -46,7 +46,7 @@ def stop(command, done, number):
         sent = time.monotonic()
         assert script.wait() == 128 + number, script.stderr
     assert time.monotonic() - sent < SECONDS
-    assert "the same command goes on" in told(script)
+    assert "run the same command again" in told(script)
     return done()
 
 
@@ -100,5 +100,5 @@ def test_no_actor_outlives_the_driver(tmp_path):
         while (left := script.processes()) and time.monotonic() - sent < 2 * SECONDS:
             time.sleep(0.1)
         assert not left
-    assert "the same command goes on" in told(script)
+    assert "run the same command again" in told(script)
     assert no_lies(tmp_path / "out") > 0

@@ -41,7 +41,7 @@ def test_an_output_that_is_not_ours_or_damaged_is_in_the_way(tmp_path):
     assert not resuming.is_finished(output, SETTINGS, 4, True)
     (tmp_path / "file").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(errors.BadInput, match="in the way"):
+        with pytest.raises(errors.BadInput, match="not an output of this toolkit"):
             resuming.is_finished(tmp_path / "file", SETTINGS, 4, overwrite)
 
 
