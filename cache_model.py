@@ -22,15 +22,7 @@ from common.errors import BadInput, OutOfResource, Stopped, ToolError, TryAgain
 from common.folders import check_space, check_writable, lock, write_bytes
 from common.messages import print_last, say
 from pipelines.configs import read_index
-from pipelines.hub import (
-    check_snapshot,
-    drop_damaged,
-    is_whole,
-    known_commit,
-    open_hub,
-    read_listing,
-    select_files,
-)
+from pipelines.hub import check_snapshot, drop_damaged, is_whole, known_commit, open_hub, read_listing, select_files
 from pipelines.model_folder import check_pipeline
 
 TIMEOUT = 10  # seconds to wait for the hub's answer

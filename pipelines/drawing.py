@@ -138,7 +138,7 @@ class _Folder:
     def __post_init__(self):
         self.missing = {name: record for name, record in self.wanted.items() if name not in self.records}
 
-    def is_finished(self):
+    def is_finished(self) -> bool:
         """Return whether all wanted images exist and metadata.jsonl lists them."""
         return not self.missing and self.records.items() <= read_metadata(self.path).items()
 

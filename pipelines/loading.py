@@ -88,21 +88,24 @@ def load_models(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported in `info`, and raised below
+            ignore_mismatched_sizes=True,  # reported in `info`
         )
-        # Old CLIP checkpoints also contain the position ids.
-        others = [key for key in info["unexpected_keys"] if not key.endswith("position_ids")]
-        wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *others]
-        if wrong:
-            raise CheckFailed(
-                f"{path}: {len(wrong)} weights are missing, misshapen or unexpected, starting with {min(wrong)}: "
-                "fetch the model again"
-            )
-        broken = [key for key, value in models[name].state_dict().items() if not value.isfinite().all()]
-        if broken:
-            first = f"{len(broken)} weights are not finite, starting with {broken[0]}"
-            raise CheckFailed(f"{path}: {first}: fetch the model again")
+        _check_weights(path, models[name], info)
     return models
+
+
+def _check_weights(path: str, model: torch.nn.Module, info: dict[str, Any]) -> None:
+    """Raise CheckFailed unless a model got all its weights and they are finite; info: of from_pretrained."""
+    # Old CLIP checkpoints also contain the position ids.
+    others = [key for key in info["unexpected_keys"] if not key.endswith("position_ids")]
+    wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *others]
+    fault = "missing, misshapen or unexpected"
+    if not wrong:
+        wrong = [key for key, value in model.state_dict().items() if not value.isfinite().all()]
+        fault = "not finite"
+    if wrong:
+        first = min(wrong)
+        raise CheckFailed(f"{path}: {len(wrong)} weights are {fault}, starting with {first}: fetch or create it again")
 
 
 def load_pipeline(

@@ -472,7 +472,7 @@ FAULTS = {
         3,
         ("--model_name", "accept its licence", "HF_TOKEN"),
     ),
-    "refused": (lambda hub: setattr(hub, "gated", "Other"), (), 3, ("--model_name", "refuses access (403)", "HF_TOKEN")),
+    "refused": (lambda hub: setattr(hub, "gated", "Other"), (), 3, ("--model_name", "access (403)", "HF_TOKEN")),
     "bad token": (lambda hub: setattr(hub, "status", 401), (), 3, ("--model_name", "401", "HF_TOKEN")),
     "revision": (lambda hub: None, ("--revision", "v9"), 3, ("--revision v9", "not a commit, branch or tag")),
     "no commit": (lambda hub: None, ("--revision", "9" * 40), 3, (f"--revision {'9' * 40}",)),
@@ -501,7 +501,7 @@ FAULTS = {
         5,
         (UNET, "damaged", "fetch the model again"),
     ),
-    "busy": (lambda hub: setattr(hub, "status", 503), (), 75, ("--model_name", "503", "does not contain revision main")),
+    "busy": (lambda hub: setattr(hub, "status", 503), (), 75, ("--model_name", "503", "not contain revision main")),
     "no network": (
         lambda hub: hub.stop(),
         (),
