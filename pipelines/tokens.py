@@ -24,7 +24,8 @@ def find_vocabulary(folder: str | Path) -> list[Path]:
         found = [path for name in names for path in sorted(Path(folder).glob(name))]
         if len(found) >= len(names):
             return found
-    raise BadInput(f"{folder} lacks tokenizer.json, or vocab.json and merges.txt: fetch the model again")
+    files = "tokenizer.json, or vocab.json and merges.txt"
+    raise BadInput(f"{folder} lacks its vocabulary ({files}): fetch the model again")
 
 
 def read_vocab_size(config: Config) -> int | None:

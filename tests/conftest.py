@@ -5,20 +5,25 @@ import io
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import urllib.request
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 from tiny_models import RESOLUTION, make_tiny_model
 
+from common import cli, messages
+
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # start_ray sets it too, but tests import ray before
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if "\ndef parse_args(" in path.read_text())
 
 
 def make_photos(folder, count, size=(24, 20), seed=0):
@@ -283,3 +288,32 @@ def s3(s3_server, s3_keys, tmp_path):
     bucket = "b" + "".join(letter if letter.isalnum() else "-" for letter in tmp_path.name.lower()).strip("-")[-40:]
     urllib.request.urlopen(urllib.request.Request(f"{s3_server}/{bucket}", method="PUT")).close()
     return lambda path: f"s3://{bucket}/{path}?endpoint_override={s3_server}"
+
+
+@pytest.fixture
+def as_script(monkeypatch):
+    """Let `cli.run` set its signal handler, variable and stdout in this process, and restore them afterwards."""
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setattr(sys, "argv", ["/somewhere/script.py"])
+    earlier = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stdout = sys.stdout
+    yield
+    sys.stdout, messages._results = stdout, None
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
+
+
+def run_main(main, debug=False):
+    """Return the exit code of `cli.run`; needs the fixture as_script."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(main, SimpleNamespace(debug=debug))
+    return exit_.value.code
+
+
+def raiser(error):
+    """Return a main function that raises `error`."""
+
+    def main(args):
+        raise error
+
+    return main

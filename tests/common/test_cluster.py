@@ -117,3 +117,52 @@ def test_what_ray_data_leaves_behind_is_ended_and_comes_back_when_needed(ray_ses
         while ray.util.list_named_actors(all_namespaces=True):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shares of a cluster
+
+
+@pytest.mark.parametrize(
+    ("resources", "num_workers", "flags", "share"),
+    [
+        ({"CPU": 8.0}, 1, {}, (8, 0)),
+        ({"CPU": 8.0}, 3, {}, (2, 0)),
+        ({"CPU": 2.0}, 2, {}, (1, 0)),
+        ({"CPU": 2.0}, 3, {}, (0.66, 0)),
+        ({"CPU": 8.0, "GPU": 2.0}, 2, {}, (4, 1)),
+        ({"CPU": 8.0, "GPU": 1.0}, 2, {"gpus_per_worker": 0.5}, (4, 0.5)),
+        ({"CPU": 8.0}, 2, {"cpus_per_worker": 1.5}, (1.5, 0)),
+        ({"CPU": 8.0}, 8, {"cpus_per_worker": 1.0}, (1, 0)),
+        ({}, 1, {}, (1, 0)),
+    ],
+)
+def test_workers_share_the_cluster_evenly(resources, num_workers, flags, share):
+    assert cluster.share_resources(resources, num_workers, **flags) == share
+
+
+@pytest.mark.parametrize("cpus", [1.0, 2.0, 4.0, 16.0])
+def test_an_even_share_always_fits(cpus):
+    for num_workers in range(1, 64):
+        share, _ = cluster.share_resources({"CPU": cpus}, num_workers)
+        assert 0 < share * num_workers <= cpus
+        assert share >= 0.5 * cpus / num_workers
+
+
+@pytest.mark.parametrize(("cpus", "num_workers", "flags"), [(7.0, 25, {}), (3.3, 3, {"cpus_per_worker": 1.1})])
+def test_a_share_that_fits_exactly_is_not_refused_for_rounding(cpus, num_workers, flags):
+    cluster.share_resources({"CPU": cpus}, num_workers, **flags)
+
+
+@pytest.mark.parametrize(
+    ("resources", "num_workers", "flags", "said"),
+    [
+        ({"CPU": 8.0, "GPU": 1.0}, 2, {}, "2 of 1 GPUs each need 2, the cluster has 1"),
+        ({"CPU": 8.0}, 1, {"gpus_per_worker": 1.0}, "1 of 1 GPUs each need 1, the cluster has 0"),
+        ({"CPU": 4.0}, 3, {"cpus_per_worker": 2.0}, "3 of 2 CPUs each need 6, the cluster has 4"),
+        ({"CPU": 4.0, "GPU": 1.0}, 3, {"gpus_per_worker": 0.5}, "3 of 0.5 GPUs each need 1.5, the cluster has 1"),
+    ],
+)
+def test_what_the_cluster_can_never_hold_is_refused(resources, num_workers, flags, said):
+    with pytest.raises(errors.BadInput, match=f"--num_workers {said}"):
+        cluster.share_resources(resources, num_workers, **flags)

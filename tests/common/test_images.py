@@ -347,7 +347,7 @@ def test_a_folder_without_a_usable_picture_is_bad_input(tmp_path):
     with pytest.raises(errors.BadInput, match=r"--photos .*no images"):
         check_images(tmp_path, "--photos")
     (tmp_path / "x.jpg").touch()
-    with pytest.raises(errors.BadInput, match=r"--photos .*no image"):
+    with pytest.raises(errors.BadInput, match=r"--photos .*no readable image"):
         check_images(tmp_path, "--photos", skip_bad=True)
 
 

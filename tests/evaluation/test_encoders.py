@@ -98,7 +98,7 @@ def test_a_clip_without_its_vocabulary_or_with_another_is_refused(clip, tmp_path
     vocabulary = json.loads(path.read_text())
     kept = dict(list(vocabulary["model"]["vocab"].items())[-2:])
     path.write_text(json.dumps({**vocabulary, "model": {**vocabulary["model"], "vocab": kept}}))
-    with pytest.raises(errors.BadInput, match=r"clip has 2 tokens, the text encoder \d\d"):
+    with pytest.raises(errors.BadInput, match=r"clip has 2 tokens, but the text encoder has \d\d"):
         find_encoder(str(folder), "--clip_model")
     path.unlink()
     with pytest.raises(errors.BadInput, match=r"clip lacks its vocabulary"):
