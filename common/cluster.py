@@ -41,7 +41,7 @@ def start_ray(address: str | None = None, insecure_cluster: bool = False, module
     import ray
 
     if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST_RAY:
-        raise BadInput(f"Ray {ray.__version__} is installed, 2.60 or newer is needed: install requirements.txt")
+        raise BadInput(f"Ray {ray.__version__} is installed, 2.60 or newer is needed: pip install -r requirements.txt")
     if not ray.is_initialized():
         options: dict[str, Any] = {"include_dashboard": False}
         if not is_local(address):

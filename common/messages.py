@@ -17,7 +17,7 @@ def say(message: str) -> None:
 
 
 def listen(listener: Callable[[str], Any]) -> None:
-    """Call `listener(message)` for every later message of this process; a worker's stderr is shown to nobody."""
+    """Call `listener(message)` for every later message of this process; nobody sees a worker's stderr."""
     _listeners.append(listener)
 
 
