@@ -295,8 +295,8 @@ def no_lies(output_dir):
     """
     output_dir = Path(output_dir)
     work_dir = output_dir.with_name(f"{output_dir.name}.work")
-    folders = [output_dir, work_dir / "posteriors", *(path for _, path in checkpoints.list_checkpoints(work_dir))]
-    taken = [folder for folder in folders if folders.read_manifest(folder) is not None]
+    candidates = [output_dir, work_dir / "posteriors", *(path for _, path in checkpoints.list_checkpoints(work_dir))]
+    taken = [folder for folder in candidates if folders.read_manifest(folder) is not None]
     for folder in taken:
         assert folders.read_manifest(folder, deep=True) is not None, f"{folder} is taken for whole"
     latest = work_dir / checkpoints.LATEST
