@@ -11,7 +11,6 @@ Run the command again to continue.
 """
 
 import contextlib
-import sys
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -430,4 +429,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, parse_args()))
+    cli.run(main, parse_args())

@@ -10,7 +10,6 @@ to --output_dir; checkpoints, the latent cache and logs to --work_dir. Run the c
 """
 
 import importlib.util
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -368,4 +367,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, parse_args()))
+    cli.run(main, parse_args())

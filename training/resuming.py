@@ -62,7 +62,7 @@ def open_work_dir(work_dir: str | Path, record: dict[str, Any], overwrite: bool)
     reached = max((step for step, _ in checkpoints), default=0)
     if earlier not in (None, settings) or reached > steps:
         if checkpoints and not overwrite:
-            folders.check_same_settings(settings, earlier, f"--work_dir {work_dir}")
+            folders.check_same_settings(settings, earlier or {}, f"--work_dir {work_dir}")
             raise BadInput(
                 f"--work_dir {work_dir} has a checkpoint of step {reached}, more than {steps}: train for {reached} or "
                 "more steps, or delete it with --overwrite"
@@ -84,7 +84,10 @@ def check_disk(args: argparse.Namespace, trained_weights: int, copies: int, cach
     left = max(0, args.checkpoints_total_limit + 1 - len(list_checkpoints(args.work_dir)))
     checkpoints = left * 4 * copies * trained_weights
     result = 4 * count_weights(args.model_dir)
-    needs = [("--work_dir", args.work_dir, checkpoints + cache), ("--output_dir", args.output_dir, result)]
+    needs: list[tuple[str, str | Path, float]] = [
+        ("--work_dir", args.work_dir, checkpoints + cache),
+        ("--output_dir", args.output_dir, result),
+    ]
     folders.check_space(needs)
 
 
