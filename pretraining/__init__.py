@@ -1,6 +1,10 @@
-"""The data of pre-training: raw images and captions, latents, and the order in which workers see them.
+"""Pre-training data: raw images and captions, the latents made from them, and the batches of each training worker.
 
-raw_data   images and captions as they lie around, row by row    latents    encoding, Parquet columns, metadata.json
-loader     images fetched, decoded and cropped                   streams    which rows a worker sees, and when
-resources  CPUs and GPUs for who reads and encodes
+Module     What it does
+raw_data   lists Parquet files, metadata.jsonl and tars as sources, and reads their rows
+loader     fetches, decodes and crops the images of rows
+latents    encodes images and captions; writes, opens and reads the Parquet files of latents
+parts      writes one Parquet file of latents per chunk of rows: the actor of preprocess.py
+streams    order of the rows on each worker, and the batches made from them
+resources  CPUs and GPUs of the actors that load data
 """

@@ -1,12 +1,17 @@
-"""Latents: what the VAE and the text encoder make of images and captions, and the Parquet files that keep them.
+"""Latents: encoding images and captions with a model's VAE and text encoder, and the Parquet files of the results.
 
-The columns, and metadata.json beside them, are known here alone.
+This module alone defines the columns of these files and checks the metadata.json beside them.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,8 +24,11 @@ from pipelines.configs import pixel_factor, read_config
 from pipelines.model_folder import digest_parts
 from pipelines.tokens import max_tokens, tokenize
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 METADATA = "metadata.json"
-RECORD = "run.json"  # the settings of an unfinished data set
+RECORD = "run.json"  # settings of an unfinished data set
 FOOTER_THREADS = 16
 
 
@@ -29,21 +37,35 @@ FOOTER_THREADS = 16
 
 
 class LatentEncoder:
-    """The frozen VAE and text encoder of a model: turns a loader's chunk into latents, some images at a time."""
+    """Encodes chunks of a Loader with the frozen VAE and text encoder of a model, `batch_size` rows at a time.
 
-    def __init__(self, model_dir, resolutions, batch_size, mixed_precision, num_threads=None):
+    Without resolutions only captions are encoded, and no VAE is loaded.
+    """
+
+    def __init__(
+        self,
+        model_dir: str,
+        resolutions: Sequence[int],
+        batch_size: int,
+        mixed_precision: str,
+        num_threads: int | None = None,
+    ) -> None:
         import torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         loading.set_up_torch(self.device, num_threads, mixed_precision)
         dtype = loading.compute_dtype(mixed_precision, self.device)
-        if resolutions:  # the VAE in float32: each picture is encoded once, and some VAEs overflow in float16
+        if resolutions:  # in float32: each image is encoded only once, and some VAEs overflow in float16
             self.vae = loading.load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
         self.text_encoder = loading.load_models(model_dir, ("text_encoder",), dtype)["text_encoder"].to(self.device)
         self.model_dir, self.resolutions, self.batch_size = model_dir, resolutions, batch_size
 
-    def __call__(self, chunk):
-        """Return {"image_latents_256": [n, c, h, w], "..._std", "caption_latents": [n, L, D]}, float16, of a chunk."""
+    def __call__(self, chunk: dict[str, Any]) -> dict[str, np.ndarray]:
+        """Return the columns of a chunk, float16.
+
+        {"image_latents_256": mean [B, c, h, w], "image_latents_256_std": [B, c, h, w], "caption_latents": [B, L, D]}.
+        Raises CheckFailed if a value is not finite.
+        """
         import torch
 
         columns = {}
@@ -54,7 +76,8 @@ class LatentEncoder:
             columns["caption_latents"] = self.encode_captions(chunk["captions"])
         for name, values in columns.items():
             if not np.isfinite(values).all():
-                raise CheckFailed(f"{name} of {chunk['keys'][0]} and those after it are not finite: check the model")
+                first = chunk["keys"][0]
+                raise CheckFailed(f"{name} is not finite in the chunk that starts with {first}: check the model")
         return columns
 
     def _encode_images(self, pixels):
@@ -67,8 +90,8 @@ class LatentEncoder:
             parts.append([each.half().cpu().numpy() for each in posterior])
         return [np.concatenate(each) for each in zip(*parts, strict=True)]
 
-    def encode_captions(self, captions):
-        """Return the text encoder's last hidden states [n, L, D] float16 of captions; equal ones are encoded once."""
+    def encode_captions(self, captions: Sequence[str]) -> np.ndarray:
+        """Return the text encoder's last hidden states [B, L, D] float16; equal captions are encoded once."""
         import torch
 
         unique = sorted(set(captions))
@@ -86,8 +109,8 @@ class LatentEncoder:
 # Parquet
 
 
-def to_parquet(chunk, columns):
-    """Return the bytes of a Parquet file of one row group; the bad rows of the chunk are in its schema's metadata."""
+def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray]) -> bytes:
+    """Return a chunk as the bytes of a Parquet file with one row group; the schema's metadata lists the bad rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -100,10 +123,11 @@ def to_parquet(chunk, columns):
     return buffer.getvalue().to_pybytes()
 
 
-def from_column(column, shape, place):
-    """Return a column as float32 [n, *shape], whatever list or tensor type holds its numbers.
+def from_column(column: pa.Array | pa.ChunkedArray, shape: Sequence[int], place: str) -> np.ndarray:
+    """Return a column of any list or tensor type as float32 [B, *shape].
 
-    Raises CheckFailed where there are nulls, rows of several sizes, or another shape.
+    place: file and column, for error messages. Raises CheckFailed if there are nulls or values that are not finite, or
+    if rows differ in shape from each other or from `shape`.
     """
     import pyarrow as pa
 
@@ -111,52 +135,52 @@ def from_column(column, shape, place):
     count = len(array)
     array, found, nulls = _innermost(array, place)
     if nulls:
-        raise CheckFailed(f"{place} is null in {nulls} places: leave those rows out")
+        raise CheckFailed(f"{place} holds {nulls} nulls: remove those rows")
     values = array.to_numpy(zero_copy_only=False).astype(np.float32)
     if len(found) > 1 and found != tuple(shape):
-        raise CheckFailed(f"{place} holds rows of shape {found}, the model takes {shape}")
+        raise CheckFailed(f"{place} holds rows of shape {found}, but the model takes {shape}: encode the data for it")
     if values.size != count * int(np.prod(shape)):
-        raise CheckFailed(f"{place} holds {values.size // max(count, 1)} values a row, the model takes {shape}")
+        size = values.size // max(count, 1)
+        raise CheckFailed(f"{place} holds {size} values per row, but the model takes {shape}: encode the data for it")
     if not np.isfinite(values).all():
-        raise CheckFailed(f"{place} holds values that are not finite: make the data set again")
+        raise CheckFailed(f"{place} holds values that are not finite: encode the data again")
     return values.reshape(count, *shape)
 
 
 def _innermost(array, place):
-    """Return (the numbers within nested lists or tensors, the shape of a row, how many nulls there were)."""
+    """Return (values inside nested lists or tensors, shape of a row, number of nulls)."""
     import pyarrow as pa
 
-    sides, tensor, nulls = [], None, array.null_count  # sides of nested lists; the shape of a tensor
+    sides, tensor, nulls = [], None, array.null_count  # lengths of nested lists; shape of a tensor
     while not pa.types.is_floating(array.type):
         if isinstance(array, pa.ExtensionArray):
             tensor, array = getattr(array.type, "shape", None), array.storage
         elif pa.types.is_struct(array.type) and {"data", "shape"} <= set(array.type.names):
-            # A tensor of Ray Data whose rows may differ in shape.
+            # Ray Data's type for tensors whose rows may differ in shape.
             tensor, array = next(iter(array.field("shape").to_pylist()), None), array.field("data")
         elif hasattr(array, "value_lengths"):
             sides, array = sides + _lengths(array, place), array.flatten()
         else:
-            raise CheckFailed(f"{place} holds {array.type}, not floats: give another column")
+            raise CheckFailed(f"{place} holds {array.type}, not floats: choose another column")
         nulls += array.null_count
     return array, tuple(tensor or sides), nulls
 
 
 def _lengths(array, place):
-    """Return [the length of the lists in an array], [] where it holds none; raise CheckFailed for several lengths."""
+    """Return [length of the lists in an array], [] if it holds none; raise CheckFailed if their lengths differ."""
     lengths = array.value_lengths().drop_null().unique().to_pylist()
     if len(lengths) > 1:
-        raise CheckFailed(f"{place} holds rows of several sizes: leave out those that differ")
+        raise CheckFailed(f"{place} holds rows of different lengths: remove those that differ")
     return lengths
 
 
-def digest_encoders(model_dir):
-    """Return a sha256 of what decides a model's latents: its VAE, text encoder and tokenizer, whatever its UNet."""
+def digest_encoders(model_dir: str | Path) -> str:
+    """Return a sha256 of the parts that determine a model's latents: VAE, text encoder and tokenizer."""
     return digest_parts(model_dir, ("vae", "text_encoder", "tokenizer"))
 
 
-def latent_shapes(model_dir, resolution):
-    """Return the shapes of a row: ((c, h, w) of an image's latents, (L, D) of a caption's)."""
-
+def latent_shapes(model_dir: str | Path, resolution: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """Return the shapes of a row: (c, h, w) of image latents, (L, D) of caption latents."""
     side = resolution // pixel_factor(model_dir)
     unet = read_config(model_dir, "unet")
     return (unet["in_channels"], side, side), (max_tokens(model_dir), unet["cross_attention_dim"])
@@ -164,9 +188,10 @@ def latent_shapes(model_dir, resolution):
 
 @dataclass(frozen=True)
 class LatentFiles:
-    """A data set of latents, as plain values: read on the workers, chunk by chunk.
+    """A data set of latents, as plain values, which workers read in pieces; a chunk is a row group of a file.
 
-    chunks: [[file, row group, rows]]; the latents are a posterior's mean and std, or (prescaled) one scaled sample.
+    chunks: ((file, row group, rows), ...); image_shape: (c, h, w); caption_shape: (L, D).
+    prescaled: the image column holds one scaled sample per row, not the posterior's mean with a std column beside it.
     """
 
     location: str
@@ -178,17 +203,20 @@ class LatentFiles:
     prescaled: bool
 
     @property
-    def fingerprint(self):
-        """What decides the rows, wherever they lie."""
+    def fingerprint(self) -> list:
+        """Values that determine the rows, whatever the location."""
         return [self.chunks, self.image_column, self.caption_column]
 
     @property
-    def chunk_rows(self):
-        """Rows of each chunk."""
+    def chunk_rows(self) -> tuple[int, ...]:
+        """Number of rows in each chunk."""
         return tuple(rows for _, _, rows in self.chunks)
 
-    def __call__(self, item):
-        """Yield {"mean", "std", "prompt"} of a piece {"chunk", "first", "last"}; std is absent where prescaled."""
+    def __call__(self, item: dict[str, int]) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the rows of a piece {"chunk", "first", "last"}, float32.
+
+        {"mean": [B, c, h, w], "std": [B, c, h, w], "prompt": [B, L, D]}; prescaled latents have no "std".
+        """
         name, group, _ = self.chunks[item["chunk"]]
         columns = {"mean": self.image_column, "std": f"{self.image_column}_std", "prompt": self.caption_column}
         if self.prescaled:
@@ -203,22 +231,30 @@ class LatentFiles:
         }
 
 
-def open_latents(location, model_dir, resolution, image_column=None, caption_column=None, prescaled=False):
-    """Return the LatentFiles at `location`, checked against the model: metadata.json, columns and rows.
+def open_latents(
+    location: str,
+    model_dir: str,
+    resolution: int,
+    image_column: str | None = None,
+    caption_column: str | None = None,
+    prescaled: bool = False,
+) -> LatentFiles:
+    """Return the LatentFiles at a path or URI after checking metadata.json, columns and number of rows.
 
-    Raises BadInput where they do not fit. Without metadata.json only data that is said to be prescaled is taken.
+    Raises BadInput if the data does not fit the model, or has no metadata.json and is not prescaled; CheckFailed if a
+    file is missing or damaged.
     """
     folder = Folder(location)
     if folder.kind() != "folder":
-        raise BadInput(f"--data {location} is not a folder: give what preprocess.py wrote")
+        raise BadInput(f"--data {location} is not a folder: give the output directory of preprocess.py")
     metadata = json.loads(folder.read(METADATA) or "{}")
     if metadata:
         _check_metadata(location, metadata, model_dir, resolution)
         _check_files(folder)
     elif folder.read(RECORD):
-        raise BadInput(f"--data {location} is not finished: run preprocess.py again")
+        raise BadInput(f"--data {location} is not finished: run the same preprocess.py command again")
     elif not prescaled:
-        raise BadInput(f"--data {location} has no {METADATA}: --prescaled_latents says that it holds scaled samples")
+        raise BadInput(f"--data {location} has no {METADATA}: pass --prescaled_latents if it holds scaled samples")
     image_column = image_column or f"image_latents_{resolution}"
     wanted = [image_column] if prescaled else [image_column, f"{image_column}_std"]
     list_file = partial(_list_chunks, folder, wanted, caption_column)
@@ -233,18 +269,18 @@ def open_latents(location, model_dir, resolution, image_column=None, caption_col
 
 
 def _check_files(folder):
-    """Raise CheckFailed for a Parquet file of a data set that is not there, or not of the size in its manifest."""
-    named, there = json.loads(folder.read(MANIFEST) or "{}").get("files", {}), folder.names(".parquet")
+    """Raise CheckFailed if a Parquet file in the manifest is missing or of another size."""
+    named, found = json.loads(folder.read(MANIFEST) or "{}").get("files", {}), folder.names(".parquet")
     for name in [name for name in named if name.endswith(".parquet")]:
         place, size = join(folder.location, name), named[name]["size"]
-        if name not in there:
-            raise CheckFailed(f"{place} is missing: make the data set again")
-        if there[name] != size:
-            raise CheckFailed(f"{place} is damaged: it is not of {size} bytes: make the data set again")
+        if name not in found:
+            raise CheckFailed(f"{place} is missing: encode the data again")
+        if found[name] != size:
+            raise CheckFailed(f"{place} is damaged, its size is not {size} bytes: encode the data again")
 
 
 def _list_chunks(folder, wanted, caption_column, name):
-    """Return (the caption column, [(file, row group, rows)]) of a Parquet file; raise BadInput where a column lacks."""
+    """Return (caption column, [(file, row group, rows)]) of a Parquet file; raise BadInput if a column is missing."""
     columns, groups, _ = read_footer(folder, name)
     if not sum(rows for _, rows in groups):
         return None, []
@@ -252,16 +288,18 @@ def _list_chunks(folder, wanted, caption_column, name):
     caption = caption_column or next(usual, "caption_latents")
     missing = [column for column in (*wanted, caption) if column not in columns]
     if missing:
-        raise BadInput(f"{join(folder.location, name)} has no column {missing[0]}; it has {', '.join(columns)}")
+        raise BadInput(
+            f"{join(folder.location, name)} has no column {missing[0]}: its columns are {', '.join(columns)}"
+        )
     return caption, [(name, group, rows) for group, rows in groups if rows]
 
 
 def _check_metadata(location, metadata, model_dir, resolution):
     if resolution not in metadata["resolutions"]:
-        there = ", ".join(map(str, metadata["resolutions"]))
-        raise BadInput(f"--data {location} holds latents of {there} pixels, not of --resolution {resolution}")
+        found = ", ".join(map(str, metadata["resolutions"]))
+        raise BadInput(f"--data {location} holds latents of {found} pixels, not of --resolution {resolution}")
     if metadata["encoders"] != digest_encoders(model_dir):
         raise BadInput(
-            f"--data {location} was encoded by the VAE or text encoder of another model ({metadata['model']}) than "
-            f"--model_dir {model_dir}: run preprocess.py with this one"
+            f"--data {location} was encoded with the VAE or text encoder of another model ({metadata['model']}) than "
+            f"--model_dir {model_dir}: run preprocess.py with this model"
         )

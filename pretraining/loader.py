@@ -1,13 +1,16 @@
-"""From rows to pixels: images fetched with bounded retries, decoded and cropped; bad ones told with their reason."""
+"""Load rows of raw data: fetch images with bounded retries, decode and crop them, and say why a row is bad."""
 
+import argparse
 import http.client
 import io
 import time
 import urllib.error
 import urllib.request
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,41 +18,45 @@ from common import cli
 from common.errors import BadInput
 from common.images import BadImage, crop_square, read_image
 from common.storage import Folder, is_remote, split
-from pretraining.raw_data import read_rows
+from pretraining.raw_data import Source, read_rows
 from utils import CROP, row_rng
 
-LARGEST_FILE = 64 * 2**20  # bytes of one image
+LARGEST_FILE = 64 * 2**20  # bytes
 FETCH_THREADS = 16
-WAIT = 0.5  # seconds before the second try of a fetch; it doubles
+WAIT = 0.5  # seconds before the first retry of a URL; it doubles with each further one
 
 
-def add_raw_data_flags(group):
-    """Add the flags that say how raw data is read: of preprocess.py, and of pretrain.py --online."""
-    group.add_argument("--image_column", help="column of bytes, paths or URLs; default: the first of the usual names")
-    group.add_argument("--caption_column", help="column of captions; default: the first of the usual names")
-    group.add_argument("--crop", choices=("center", "random"), default="center", help="which square of an image")
-    group.add_argument("--random_flip", action="store_true", help="mirror half of the images")
-    group.add_argument("--timeout", type=cli.positive_float, default=10, help="seconds for one URL")
-    group.add_argument("--retries", type=cli.non_negative_int, default=2, help="further tries of a URL")
-    group.add_argument("--max_bad_fraction", type=cli.fraction, default=0.05, help="share of bad rows to put up with")
-    rows_help = "rows that are read and encoded at a time; a 512-pixel image takes 1 MB in memory"
+def add_raw_data_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags for reading raw data, which preprocess.py and pretrain.py --online share."""
+    image_help = "column of image bytes, paths or URLs; default: the first usual name, such as image, jpg or url"
+    group.add_argument("--image_column", help=image_help)
+    caption_help = "column of captions; default: the first usual name, such as caption, TEXT or txt"
+    group.add_argument("--caption_column", help=caption_help)
+    crop_help = "which square of an image to keep"
+    group.add_argument("--crop", choices=("center", "random"), default="center", help=crop_help)
+    group.add_argument("--random_flip", action="store_true", help="mirror each image with a probability of one half")
+    group.add_argument("--timeout", type=cli.positive_float, default=10, help="seconds to wait for an image URL")
+    group.add_argument("--retries", type=cli.non_negative_int, default=2, help="retries of an image URL that fails")
+    bad_help = "largest share of unusable rows, 0 to 1, before the run fails"
+    group.add_argument("--max_bad_fraction", type=cli.fraction, default=0.05, help=bad_help)
+    rows_help = "rows to read and encode together; a 512-pixel image takes 1 MB of memory"
     group.add_argument("--rows_per_file", type=cli.positive_int, default=256, help=rows_help)
-    group.add_argument(
-        "--encoding_batch_size", type=cli.positive_int, default=16, help="images the VAE takes at a time"
-    )
+    batch_help = "batch size in which images and captions are encoded"
+    group.add_argument("--encoding_batch_size", type=cli.positive_int, default=16, help=batch_help)
 
 
-def loader_options(args, resolutions):
-    """Return the options of the Loader that the flags ask for."""
+def loader_options(args: argparse.Namespace, resolutions: Sequence[int]) -> dict[str, Any]:
+    """Return the options of a Loader that the flags ask for."""
     options = {name: getattr(args, name) for name in ("random_flip", "seed", "timeout", "retries")}
     return {"resolutions": tuple(resolutions), "random_crop": args.crop == "random", **options}
 
 
 @dataclass(frozen=True)
 class Loader:
-    """Reads pieces on a CPU task: rows fetched and decoded, cropped to `resolutions`.
+    """Loads rows as chunks of captions and pixels; runs on CPU tasks.
 
-    timeout: seconds for a URL; retries: its further tries; random_crop, random_flip: drawn by (seed, epoch, row).
+    resolutions: side lengths in pixels of the square crops; random_crop, random_flip: drawn by (seed, epoch, row).
+    timeout: seconds for a URL; retries: further attempts after a failure.
     """
 
     resolutions: tuple
@@ -59,20 +66,21 @@ class Loader:
     timeout: float
     retries: int
 
-    def __call__(self, source, first, count, epoch=0):
-        """Return {"keys", "captions", "bad": [[key, reason]], "pixels_256": [n, H, W, 3] uint8, ...} of rows first ....
+    def __call__(self, source: Source, first: int, count: int, epoch: int = 0) -> dict[str, Any]:
+        """Return a chunk: up to `count` rows of a source, from row `first` on.
 
-        first counts from the start of the source, and so do the crops; a bad row is in "bad" alone.
+        A chunk is {"keys", "captions", "bad": [[key, reason]], "pixels_256": [B, H, W, 3] uint8, ...}. A bad row is in
+        "bad" only. The crops depend on the number of a row in its source, not on `first`.
         """
         return self.load(source, list(read_rows(source, first, count)), first, epoch)
 
-    def load(self, source, rows, first, epoch=0):
-        """Return what calling does, of rows of a source that are read already."""
+    def load(self, source: Source, rows: list[dict[str, Any]], first: int, epoch: int = 0) -> dict[str, Any]:
+        """Return the chunk of some rows of read_rows; first: the number of rows[0] in its source."""
         with ThreadPoolExecutor(FETCH_THREADS) as pool:
             numbers = range(first, first + len(rows))
             loaded = list(pool.map(lambda row, number: self._load(source, row, number, epoch), rows, numbers))
         good = [(row, crops) for row, crops in zip(rows, loaded, strict=True) if not isinstance(crops, str)]
-        chunk = {
+        chunk: dict[str, Any] = {
             "keys": [row["key"] for row, _ in good],
             "captions": [row["caption"] for row, _ in good],
             "bad": [[row["key"], crops] for row, crops in zip(rows, loaded, strict=True) if isinstance(crops, str)],
@@ -83,9 +91,9 @@ class Loader:
         return chunk
 
     def _load(self, source, row, number, epoch):
-        """Return the crops of one row, or the reason that there are none."""
+        """Return the crops of one row, one for each resolution, or the reason why it is bad."""
         try:
-            row["caption"].encode()  # a str, and without half a surrogate pair, which JSON can hold
+            row["caption"].encode()  # fails unless it is a str without lone surrogates, which JSON allows
         except (AttributeError, UnicodeError):
             return "no caption"
         if not row["image"] or not isinstance(row["image"], (bytes, str)):
@@ -95,13 +103,13 @@ class Loader:
             image = read_image(data)
         except BadImage as error:
             return str(error)
-        number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # each source has crops of its own
+        number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # sources have crops of their own
         rng = [row_rng(self.seed, CROP, epoch, number) for _ in self.resolutions]
         pairs = zip(self.resolutions, rng, strict=True)
         return [np.asarray(crop_square(image, size, r, self.random_crop, self.random_flip)) for size, r in pairs]
 
     def _fetch(self, source, address):
-        """Return the bytes of an image by URL, by URI, or by path below the source's folder."""
+        """Return the bytes of an image at a URL, a URI, or a path relative to the source's folder."""
         if address.startswith(("http://", "https://")):
             return self._fetch_url(address)
         try:
@@ -113,13 +121,14 @@ class Loader:
                     raise BadImage("a path that leaves its folder")
                 folder = "" if address.startswith("/") and not is_remote(source.folder) else source.folder
                 data = Folder(folder or "/").read(address.lstrip("/"))
-        except (BadInput, OSError, ValueError) as error:  # ValueError: no name of a file
+        except (BadInput, OSError, ValueError) as error:  # ValueError: not a valid file name
             raise BadImage(f"cannot be read: {error}") from None
         if data is None:
             raise BadImage("file not found")
         return data
 
     def _fetch_url(self, url):
+        reason = ""
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(WAIT * 2 ** (attempt - 1))
@@ -134,7 +143,7 @@ class Loader:
         raise BadImage(f"cannot be fetched: {reason}")
 
     def _read_url(self, url):
-        """Return what a URL holds; the time-out is for all of it, not for each read of the socket."""
+        """Return the contents of a URL; the timeout covers the whole download, not each read of the socket."""
         end = time.monotonic() + self.timeout
         request = urllib.request.Request(url, headers={"User-Agent": "ray-dreambooth"})
         data = io.BytesIO()

@@ -1,7 +1,7 @@
-"""Images and captions as they lie around: Parquet, a folder with metadata.jsonl, WebDataset tars.
+"""Raw images and captions: Parquet files, folders with metadata.jsonl, and WebDataset tars.
 
-A source is one unit that is read from front to back: a row group of a Parquet file, some lines of a metadata.jsonl,
-a tar. A piece is a range of the rows of one source.
+A source is a unit that is read sequentially: a row group of a Parquet file, a range of lines of a metadata.jsonl, or a
+tar file.
 """
 
 import contextlib
@@ -9,8 +9,10 @@ import itertools
 import json
 import os
 import tarfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 from common.errors import BadInput, CheckFailed
 from common.images import READ
@@ -18,13 +20,17 @@ from common.storage import Folder, absolute, join, open_parquet, read_footer, sp
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "url", "image_url", "image_path", "path")
 CAPTION_COLUMNS = ("caption", "TEXT", "text", "txt", "prompt")
-LINES_OF_A_SOURCE = 4096  # of a metadata.jsonl
+LINES_OF_A_SOURCE = 4096  # in a metadata.jsonl
 LISTING_THREADS = 16
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where some rows lie: a file of `size` bytes below `folder`, of it a row group or the lines from `first` on."""
+    """The location of some rows, as plain values.
+
+    folder: a path or URI; name, size: the file below it, and its bytes; kind: "parquet", "jsonl" or "tar".
+    first: the number of the row group (Parquet) or of the first line (jsonl).
+    """
 
     folder: str
     name: str
@@ -37,13 +43,16 @@ class Source:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What there is
+# Sources
 
 
-def list_sources(location, image_column=None, caption_column=None, flag="--input"):
-    """Return the Sources of a folder or file, in the order of their names; only footers and headers are read.
+def list_sources(
+    location: str, image_column: str | None = None, caption_column: str | None = None, flag: str = "--input"
+) -> list[Source]:
+    """Return the Sources of a folder or file, sorted by name; only footers, headers and metadata.jsonl are read.
 
-    Raises BadInput where there is nothing, or a Parquet file lacks the columns.
+    If a folder holds several formats, the first of Parquet, tar and metadata.jsonl is used.
+    Raises BadInput if there are no rows, or if a Parquet file lacks a column.
     """
     location = absolute(location)
     kind = Folder(location).kind()
@@ -65,7 +74,7 @@ def list_sources(location, image_column=None, caption_column=None, flag="--input
     raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
 
 
-def _parquet_sources(folder, name, size, image_column, caption_column):
+def _parquet_sources(folder: str, name: str, size: int, image_column: str | None, caption_column: str | None):
     columns, groups, _ = read_footer(Folder(folder), name)
     image = _pick_column(join(folder, name), "image", image_column, IMAGE_COLUMNS, columns)
     caption = _pick_column(join(folder, name), "caption", caption_column, CAPTION_COLUMNS, columns)
@@ -76,8 +85,8 @@ def _pick_column(place, what, wanted, usual, columns):
     for name in (wanted,) if wanted else usual:
         if name in columns:
             return name
-    missing = wanted or f"any of {', '.join(usual)}"
-    raise BadInput(f"{place} has no column {missing}: name one with --{what}_column; it has {', '.join(columns)}")
+    missing = f"no column {wanted}" if wanted else f"none of the usual {what} columns ({', '.join(usual)})"
+    raise BadInput(f"{place} has {missing}: choose one of its columns with --{what}_column: {', '.join(columns)}")
 
 
 def _jsonl_sources(folder, name, size, image_column, caption_column):
@@ -88,8 +97,11 @@ def _jsonl_sources(folder, name, size, image_column, caption_column):
 
 
 def _read_lines(folder, name):
-    """Return the lines of a file as bytes: text may hold other line ends, U+2028 say, inside a line."""
-    return [line for line in Folder(folder).read(name).splitlines() if line.strip()]
+    """Return the non-empty lines of a file as bytes: splitting text would also split at U+2028 inside a JSON string."""
+    data = Folder(folder).read(name)
+    if data is None:
+        raise CheckFailed(f"{join(folder, name)} was removed while it was being read: restore it")
+    return [line for line in data.splitlines() if line.strip()]
 
 
 def _tar_sources(folder, name, size, image_column, caption_column):
@@ -102,8 +114,11 @@ def _tar_sources(folder, name, size, image_column, caption_column):
 # Rows
 
 
-def read_rows(source, first, count):
-    """Yield {"key", "image", "caption"} of rows first ... of a source; image: bytes, a path, a URI, a URL or None."""
+def read_rows(source: Source, first: int, count: int) -> Iterator[dict[str, Any]]:
+    """Yield up to `count` rows of a source, from row `first` on, as {"key", "image", "caption"}.
+
+    image: the bytes of a file, a path, a URI, a URL or None; caption: any value, None if missing.
+    """
     readers = {"parquet": _parquet_rows, "tar": _tar_rows, "jsonl": _jsonl_rows}
     rows = readers[source.kind](source, first)
     for number, row in enumerate(itertools.islice(rows, count), start=first):
@@ -117,13 +132,13 @@ def _parquet_rows(source, first):
             skipped, first = min(first, len(batch)), max(0, first - len(batch))
             for row in batch.slice(skipped).to_pylist():
                 image = row[source.image_column]
-                if isinstance(image, dict):  # the struct of Hugging Face data sets
+                if isinstance(image, dict):  # the Image feature of Hugging Face datasets
                     image = image.get("bytes") or image.get("path")
                 yield {"image": image, "caption": row[source.caption_column]}
 
 
 def _jsonl_rows(source, first):
-    below = source.name.rpartition("/")[0]
+    parent = source.name.rpartition("/")[0]
     for line in _read_lines(source.folder, source.name)[source.first + first : source.first + source.num_rows]:
         try:
             row = json.loads(line)
@@ -131,7 +146,7 @@ def _jsonl_rows(source, first):
         except (ValueError, KeyError, TypeError):
             yield {"image": None, "caption": None}
             continue
-        yield {"image": f"{below}/{name}" if below and name else name, "caption": row.get(source.caption_column)}
+        yield {"image": f"{parent}/{name}" if parent and name else name, "caption": row.get(source.caption_column)}
 
 
 def _tar_rows(source, first):
@@ -141,17 +156,17 @@ def _tar_rows(source, first):
             caption = sample.get(source.caption_column or "txt")
             if caption is None and "json" in sample:
                 names = [source.caption_column] if source.caption_column else CAPTION_COLUMNS
-                with contextlib.suppress(ValueError, AttributeError):  # no JSON, or no object: no caption
+                with contextlib.suppress(ValueError, AttributeError):  # not JSON, or not an object: no caption
                     facts = json.loads(sample["json"])
                     caption = next((facts[name] for name in names if facts.get(name)), None)
             caption = caption.decode(errors="replace").strip() if isinstance(caption, bytes) else caption
             yield {"image": next((sample[name] for name in suffixes if name in sample), None), "caption": caption}
 
 
-def _tar_samples(place, file, first):
-    """Yield {suffix: bytes} of the samples of a WebDataset: neighbours whose paths are equal up to the first dot.
+def _tar_samples(place: str, file: BinaryIO, first: int | None) -> Iterator[dict[str, bytes]]:
+    """Yield {suffix: bytes} of each WebDataset sample: adjacent files whose paths are equal up to the first dot.
 
-    first: the first sample whose files are read; None reads none.
+    first: number of the first sample whose files are read; earlier ones have empty bytes. None reads no file.
     """
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -159,14 +174,20 @@ def _tar_samples(place, file, first):
             for number, (key, group) in enumerate(itertools.groupby(members, key=_sample_key)):
                 is_read = first is not None and number >= first
                 yield {
-                    member.name[len(key) + 1 :].lower(): tar.extractfile(member).read() if is_read else b""
+                    member.name[len(key) + 1 :].lower(): _read_member(tar, member) if is_read else b""
                     for member in group
                 }
             file.seek(tar.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
-                raise tarfile.ReadError("no member where one should begin")
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end of the archive
+                raise tarfile.ReadError("invalid header")
     except (tarfile.TarError, OSError) as error:
-        raise CheckFailed(f"{place} is damaged ({error}): make it again") from None
+        raise CheckFailed(f"{place} is damaged ({error}): create or download it again") from None
+
+
+def _read_member(tar, member):
+    file = tar.extractfile(member)
+    assert file is not None, member.name  # only of links and folders
+    return file.read()
 
 
 def _sample_key(member):

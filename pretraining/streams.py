@@ -1,33 +1,46 @@
-"""The rows that pre-training sees, in an order of ours: Ray's own streams cannot be continued from the middle.
+"""Batches for pre-training: the order of the rows on each worker, reading and encoding them, noise and validation.
 
-A chunk is what is read at once: a row group of latents, or some rows of raw data that are encoded on the fly. A piece
-is a range of the rows of a chunk.
+A chunk is a row group of latents, or up to `rows_per_chunk` rows of raw data that are encoded on the fly. A piece is a
+range of the rows of a chunk in an epoch: {"chunk", "first", "last", "epoch"}. The order is computed here, not by Ray
+Data, so that training can resume at any step.
 """
+
+from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from common.actors import map_on_actors
 from common.errors import BadInput
-from pretraining.latents import LatentEncoder
+from pretraining.latents import LatentEncoder, LatentFiles
 from pretraining.loader import Loader
 from pretraining.raw_data import Source
 from utils import NO_CAPTION, ROW_NOISE, SHUFFLE, VALIDATION, draw_noise, row_rng
 
-MOST_PIECES = 1000  # that Ray Data is given at a time
+if TYPE_CHECKING:
+    import torch
+
+MOST_PIECES = 1000  # passed to Ray Data at a time
+
+Piece = dict[str, int]
+Arrays = dict[str, np.ndarray]
+Load = Callable[[list[Piece]], Iterator[Arrays]]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Order:
-    """The endless sequence of rows that one of `world_size` workers trains on, a function of the seed alone.
+    """The endless sequence of rows that one of `world_size` workers trains on; it depends on the seed only.
 
-    Chunks are permuted each epoch, and the epoch's rows dealt out in stretches of equal length, so that every worker
-    takes as many steps and reads few chunks; `window` chunks at a time are mixed.
+    Each epoch permutes the chunks and splits their rows into one contiguous range of equal length per worker, so that
+    all workers take the same number of steps and each reads few chunks. Rows are shuffled within `window` pieces.
     """
 
     chunk_rows: tuple
@@ -37,12 +50,12 @@ class Order:
     seed: int
 
     @property
-    def rows_per_epoch(self):
-        """Rows that each worker takes in an epoch."""
+    def rows_per_epoch(self) -> int:
+        """Number of rows that each worker takes in an epoch."""
         return sum(self.chunk_rows) // self.world_size
 
-    def windows(self, position):
-        """Yield (pieces, permutation of their rows, rows to skip) from row `position` of this worker's sequence on."""
+    def windows(self, position: int) -> Iterator[tuple[list[Piece], np.ndarray, int]]:
+        """Yield (pieces, permutation of their rows, rows to skip), from row `position` of this worker's sequence on."""
         for epoch in itertools.count(position // self.rows_per_epoch):
             start = epoch * self.rows_per_epoch
             for number, pieces in enumerate(self._epoch(epoch)):
@@ -53,7 +66,7 @@ class Order:
                 start += length
 
     def _epoch(self, epoch):
-        """Yield the windows of this worker's stretch of an epoch: lists of pieces."""
+        """Yield the windows of this worker's range of an epoch as lists of pieces."""
         order = row_rng(self.seed, SHUFFLE, epoch, 0).permutation(len(self.chunk_rows))
         first, last = (rank * self.rows_per_epoch for rank in (self.rank, self.rank + 1))
         pieces, start = [], 0
@@ -67,10 +80,10 @@ class Order:
             yield pieces[i : i + self.window]
 
 
-def stream_rows(order, load, position, num_rows):
-    """Yield [{"mean", "std", "prompt"}] of rows `position` to `position + num_rows` of an order, a window at a time.
+def stream_rows(order: Order, load: Load, position: int, num_rows: int) -> Iterator[Arrays]:
+    """Yield the windows that hold rows `position` to `position + num_rows` of an order, {"mean", "std", "prompt"} each.
 
-    load: yields the arrays of a list of pieces, in its order.
+    The last window may hold further rows. load: see make_load.
     """
     windows, left = [], num_rows
     for window in order.windows(position):
@@ -87,9 +100,9 @@ def stream_rows(order, load, position, num_rows):
             return
 
 
-def rebatch(windows, batch_size):
-    """Yield the rows of some windows, in their order, as dicts of arrays [batch_size, ...]."""
-    held = {}
+def rebatch(windows: Iterable[Arrays], batch_size: int) -> Iterator[Arrays]:
+    """Yield the rows of windows, in order, as arrays [batch_size, ...]; an incomplete last batch is dropped."""
+    held: Arrays = {}
     for window in windows:
         held = {key: np.concatenate([held[key], values]) if held else values for key, values in window.items()}
         count = len(held["mean"]) // batch_size * batch_size
@@ -99,14 +112,14 @@ def rebatch(windows, batch_size):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Raw data, encoded on the fly
+# Reading and encoding
 
 
 @dataclass(frozen=True)
 class RawImages:
-    """Images and captions that are encoded on the fly, as plain values, in the chunks that preprocess.py would write.
+    """Raw data that is encoded on the fly, as plain values, in the same chunks as preprocess.py writes.
 
-    sources: of Source, as dicts; loader, encoder: the options of Loader and LatentEncoder.
+    sources: Sources as dicts; loader, encoder: options of Loader and LatentEncoder.
     """
 
     sources: tuple
@@ -116,8 +129,8 @@ class RawImages:
     max_bad_fraction: float
 
     @cached_property
-    def chunks(self):
-        """Return [(source number, first row, rows)]."""
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """(source number, first row, number of rows) of each chunk."""
         size = self.rows_per_chunk
         return [
             (number, first, min(size, source["num_rows"] - first))
@@ -126,30 +139,34 @@ class RawImages:
         ]
 
     @property
-    def fingerprint(self):
-        """What decides the rows, wherever they lie."""
+    def fingerprint(self) -> list:
+        """Values that determine the rows, whatever the location."""
         facts = ("name", "size", "first", "num_rows", "image_column", "caption_column")
         return [[source[fact] for fact in facts] for source in self.sources] + [self.rows_per_chunk, self.loader]
 
     @property
-    def chunk_rows(self):
-        """Rows of each chunk, good or bad."""
+    def chunk_rows(self) -> tuple[int, ...]:
+        """Number of rows in each chunk, good or bad."""
         return tuple(rows for _, _, rows in self.chunks)
 
-    def __call__(self, item):
-        """Yield the loaded chunk of a piece {"chunk", "first", "last", "epoch"}; other rows stand in for bad ones."""
+    def __call__(self, item: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a piece as a chunk of Loader; good rows are repeated in place of bad ones.
+
+        Raises BadInput if there is no good row, or if more rows are bad than `max_bad_fraction` makes likely.
+        """
         number, first, chunk_rows = self.chunks[item["chunk"]]
         source, count = Source(**self.sources[number]), item["last"] - item["first"]
         load = partial(Loader(**self.loader), source, epoch=item["epoch"])
         chunk = load(first + item["first"], count)
         bad = chunk["bad"]
         expected = self.max_bad_fraction * count
-        if not chunk["keys"]:  # of a short piece: the rest of its chunk stands in
+        if not chunk["keys"]:  # a short piece of bad rows: use the rest of its chunk
             chunk = load(first, chunk_rows)
-        if not chunk["keys"] or len(bad) > max(1, expected + 4 * expected**0.5):  # pieces differ by chance
+        limit = max(1, expected + 4 * expected**0.5)  # four standard deviations: the share varies between pieces
+        if not chunk["keys"] or len(bad) > limit:
             raise BadInput(
                 f"{len(bad)} of {count} rows of {source.name} are bad, more than --max_bad_fraction "
-                f"{self.max_bad_fraction:g}; the first is {bad[0][0]}: {bad[0][1]}"
+                f"{self.max_bad_fraction:g} allows; the first is {bad[0][0]}: {bad[0][1]}"
             )
         if bad:
             rows = np.arange(count) % len(chunk["keys"])
@@ -162,23 +179,23 @@ class RawImages:
 
 
 class PieceEncoder:
-    """Encodes the loaded chunk of a piece: the work of one actor."""
+    """Encodes the loaded chunk of a piece; runs in an actor. options: of LatentEncoder."""
 
-    def __init__(self, **options):
+    def __init__(self, **options: Any) -> None:
         self.encoder = LatentEncoder(**options)
         self.name = f"image_latents_{options['resolutions'][0]}"
 
-    def __call__(self, chunk):
-        """Return {"mean", "std", "prompt"}, float32."""
+    def __call__(self, chunk: dict[str, Any]) -> Arrays:
+        """Return {"mean": [B, c, h, w], "std": [B, c, h, w], "prompt": [B, L, D]}, float32."""
         columns = self.encoder(chunk)
         names = {"mean": self.name, "std": f"{self.name}_std", "prompt": "caption_latents"}
         return {key: columns[name].astype(np.float32) for key, name in names.items()}
 
 
-def make_load(data, pool):
-    """Return load(pieces), which yields the arrays of some pieces in their order.
+def make_load(data: LatentFiles | RawImages, pool: dict[str, Any]) -> Load:
+    """Return load(pieces), which yields {"mean", "std", "prompt"} of each piece, in order.
 
-    data: LatentFiles or RawImages; pool: num_workers and the like, of map_on_actors.
+    pool: num_workers and the placement options of map_on_actors.
     """
     worker_class, options = (PieceEncoder, data.encoder) if isinstance(data, RawImages) else (None, {})
     return lambda pieces: map_on_actors(worker_class, options, pieces, prepare=data, ordered=True, **pool)
@@ -188,9 +205,9 @@ def make_load(data, pool):
 # Batches
 
 
-def ahead(iterator, count):
-    """Yield what an iterator does, which works `count` items ahead in a thread."""
-    end = object()
+def ahead(iterator: Iterator[Item], count: int) -> Iterator[Item]:
+    """Yield the items of an iterator, which runs in a thread up to `count` items ahead."""
+    end: Any = object()
     with ThreadPoolExecutor(1) as pool:
         pending = deque(pool.submit(next, iterator, end) for _ in range(max(1, count)))
         while (item := pending.popleft().result()) is not end:
@@ -200,7 +217,10 @@ def ahead(iterator, count):
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows become batches: rows of a batch, batches of a step, share of rows without caption, what draws noise."""
+    """How rows become batches.
+
+    batch_size: rows of a worker in a batch. caption_dropout: share of the rows without caption.
+    """
 
     batch_size: int
     gradient_accumulation_steps: int
@@ -209,10 +229,12 @@ class Batching:
     num_train_timesteps: int
 
 
-def training_batches(order, load, first_step, last_step, batching, no_caption):
-    """Yield this worker's batches of steps first_step ... last_step - 1, as `with_noise` returns them.
+def training_batches(
+    order: Order, load: Load, first_step: int, last_step: int, batching: Batching, no_caption: np.ndarray
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this worker's batches for steps `first_step` to `last_step - 1`, as returned by with_noise.
 
-    no_caption: [L, D], the embedding of the empty caption, which a share of `caption_dropout` of the rows gets.
+    no_caption: [L, D], embedding of the empty caption, which replaces a share `caption_dropout` of the captions.
     """
     size, accumulation, seed = batching.batch_size, batching.gradient_accumulation_steps, batching.seed
     position = first_step * accumulation * size
@@ -220,7 +242,7 @@ def training_batches(order, load, first_step, last_step, batching, no_caption):
     batches = rebatch(stream_rows(order, load, position, num_rows), size)
     for step in range(first_step, last_step):
         for micro, batch in zip(range(accumulation), batches, strict=False):
-            first_row = (micro * order.world_size + order.rank) * size  # of the global batch
+            first_row = (micro * order.world_size + order.rank) * size  # in the global batch
             rows = range(first_row, first_row + size)
             chances = np.array([row_rng(seed, NO_CAPTION, step, row).random() for row in rows])
             prompt = np.where((chances < batching.caption_dropout)[:, None, None], no_caption, batch["prompt"])
@@ -229,8 +251,8 @@ def training_batches(order, load, first_step, last_step, batching, no_caption):
             yield with_noise({**batch, "prompt": prompt}, drawn)
 
 
-def with_noise(batch, drawn):
-    """Return a batch as tensors, with what was drawn for each row: noise, the posterior's noise and the timestep.
+def with_noise(batch: Arrays, drawn: list[tuple[np.ndarray, np.ndarray, int]]) -> dict[str, torch.Tensor]:
+    """Return a batch as tensors, with the (noise, posterior noise, timestep) drawn for each row.
 
     mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; prompt: [B, L, D] float32.
     """
@@ -241,8 +263,8 @@ def with_noise(batch, drawn):
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
 
 
-def hold_out(chunk_rows, num_rows):
-    """Return (rows of each chunk left to train on, pieces of the last `num_rows` rows)."""
+def hold_out(chunk_rows: tuple[int, ...], num_rows: int) -> tuple[tuple[int, ...], list[Piece]]:
+    """Return (number of rows in each chunk left for training, pieces of the last `num_rows` rows)."""
     kept, pieces = list(chunk_rows), []
     for chunk in reversed(range(len(kept))):
         take = min(kept[chunk], num_rows)
@@ -253,11 +275,13 @@ def hold_out(chunk_rows, num_rows):
     return tuple(kept), pieces[::-1]
 
 
-def validation_batches(pieces, load, place, batching):
-    """Return [(batch, weights [B])] of this worker's share of the held-out rows, with fixed noise and timesteps.
+def validation_batches(
+    pieces: list[Piece], load: Load, place: Any, batching: Batching
+) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Return (batch, row weights [B]) of this worker's share of the held-out rows, with fixed noise and timesteps.
 
-    The timesteps are spread evenly; the latents are the posterior's mean. Shares are filled up with rows of weight 0,
-    so that all workers have as many batches.
+    Timesteps are evenly spaced; the latents are the posterior's mean. Shares are padded with rows of weight 0, so that
+    all workers have the same number of batches. place: the worker's `rank` and `world_size`.
     """
     import torch
 

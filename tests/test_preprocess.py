@@ -406,7 +406,7 @@ def test_another_run_holds_the_output(encode, tmp_path):
     [
         (["--resolutions", "20"], "--resolutions 20 is not a multiple of 8"),
         (["--resolutions", "16", "17"], "--resolutions 17 is not a multiple of 8"),
-        (["--caption_column", "none"], "no column none: .*it has image, caption"),
+        (["--caption_column", "none"], "no column none: .*--caption_column: image, caption"),
         (["--input", "none"], "--input .*none does not exist"),
         (["--model_dir", "none"], "--model_dir .*none is not a folder"),
     ],

@@ -91,14 +91,14 @@ def test_numbers_come_back_from_a_file(make, tmp_path):
 
 ROW = [1.0] * 24
 BAD_COLUMNS = {
-    "a null row": (pa.array([ROW, None, ROW]), "x is null in 1 places"),
-    "a null number": (pa.array([ROW, [None, *ROW[1:]]]), "x is null in 1 places"),
-    "a null row of one size": (pa.array([ROW, None], pa.list_(pa.float32(), 24)), "x is null in 1 places"),
-    "other sizes": (pa.array([ROW[1:], ROW[1:]]), r"x holds 23 values a row, the model takes \(4, 2, 3\)"),
-    "rows of several sizes": (pa.array([ROW[1:], [*ROW, 1.0]]), "x holds rows of several sizes"),
-    "one empty row": (pa.array([[*ROW, *ROW], []]), "x holds rows of several sizes"),
-    "another order": (pa.FixedShapeTensorArray.from_numpy_ndarray(numbers(2, (2, 3, 4))), r"of shape \(2, 3, 4\), the"),
-    "another order in lists": (pa.array(numbers(2, (2, 3, 4)).tolist()), r"of shape \(2, 3, 4\), the model takes"),
+    "a null row": (pa.array([ROW, None, ROW]), "x holds 1 nulls"),
+    "a null number": (pa.array([ROW, [None, *ROW[1:]]]), "x holds 1 nulls"),
+    "a null row of one size": (pa.array([ROW, None], pa.list_(pa.float32(), 24)), "x holds 1 nulls"),
+    "other sizes": (pa.array([ROW[1:], ROW[1:]]), r"x holds 23 values per row, but the model takes \(4, 2, 3\)"),
+    "rows of several sizes": (pa.array([ROW[1:], [*ROW, 1.0]]), "x holds rows of different lengths"),
+    "one empty row": (pa.array([[*ROW, *ROW], []]), "x holds rows of different lengths"),
+    "another order": (pa.FixedShapeTensorArray.from_numpy_ndarray(numbers(2, (2, 3, 4))), r"of shape \(2, 3, 4\), but"),
+    "another order in lists": (pa.array(numbers(2, (2, 3, 4)).tolist()), r"of shape \(2, 3, 4\), but the model takes"),
     "not a number": (pa.array([[*ROW[1:], float("nan")]]), "x holds values that are not finite"),
     "infinity in float16": (pa.array([np.full(24, np.inf, np.float16)]), "x holds values that are not finite"),
     "text": (pa.array(["a", "b"]), "x holds string, not floats"),
@@ -202,26 +202,28 @@ def test_latents_of_another_encoder_or_resolution_are_refused(latents, tiny_mode
     other = shutil.copytree(tiny_model, tmp_path / "other")
     config = other / "text_encoder" / "config.json"
     config.write_text(config.read_text().replace('"quick_gelu"', '"gelu"'))
-    with pytest.raises(errors.BadInput, match=r"another model \(tiny\).*run preprocess\.py with this one"):
+    with pytest.raises(errors.BadInput, match=r"another model \(tiny\).*run preprocess\.py with this model"):
         open_latents(str(latents), str(other), RESOLUTION)
 
 
 def test_an_unfinished_data_set_is_refused(copy, tiny_model):
     (copy / latents_module.METADATA).rename(copy / latents_module.RECORD)
-    with pytest.raises(errors.BadInput, match=r"is not finished: run preprocess\.py again"):
+    with pytest.raises(errors.BadInput, match=r"is not finished: run the same preprocess\.py command again"):
         open_latents(str(copy), str(tiny_model), RESOLUTION)
 
 
 def test_without_metadata_only_scaled_samples_are_taken(copy, tiny_model):
     (copy / latents_module.METADATA).unlink()
-    with pytest.raises(errors.BadInput, match=r"has no metadata\.json: --prescaled_latents"):
+    with pytest.raises(errors.BadInput, match=r"has no metadata\.json: pass --prescaled_latents"):
         open_latents(str(copy), str(tiny_model), RESOLUTION)
     assert open_latents(str(copy), str(tiny_model), RESOLUTION, prescaled=True).prescaled
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(latents, tiny_model):
     for flags in ({"image_column": "image_latents_99"}, {"caption_column": "captions_99"}):
-        words = rf"0000\.parquet has no column {next(iter(flags.values()))}; it has key, caption, image_latents_16, "
+        words = (
+            rf"0000\.parquet has no column {next(iter(flags.values()))}: its columns are key, caption, image_latents"
+        )
         with pytest.raises(errors.BadInput, match=words):
             open_latents(str(latents), str(tiny_model), RESOLUTION, **flags)
 
@@ -255,7 +257,7 @@ def test_a_file_that_does_not_fit_the_manifest_is_named(sealed, tiny_model, kept
     path.unlink()
     if kept is not None:
         path.write_bytes(data)
-    words = r"part-000000-0002\.parquet is (missing|damaged: it is not of \d+ bytes): make the data set again"
+    words = r"part-000000-0002\.parquet is (missing|damaged, its size is not \d+ bytes): encode the data again"
     with pytest.raises(errors.CheckFailed, match=words):
         open_latents(str(sealed), str(tiny_model), RESOLUTION)
 
@@ -352,7 +354,9 @@ def test_latents_that_are_not_finite_fail_the_check(tiny_model, chunk):
     encoder = LatentEncoder(tiny_model, (16,), batch_size=4, mixed_precision="no")
     with torch.no_grad():
         next(encoder.vae.encoder.parameters())[:] = float("nan")
-    with pytest.raises(errors.CheckFailed, match="image_latents_16 of a and those after it are not finite"):
+    with pytest.raises(
+        errors.CheckFailed, match="image_latents_16 is not finite in the chunk that starts with a: check the model"
+    ):
         encoder(chunk)
 
 

@@ -388,7 +388,7 @@ def test_too_many_bad_rows_are_bad_input(tmp_path, tiny_model):
     folder = make_raw_data(tmp_path / "raw", 8)
     for name in ("01.png", "02.png"):
         (folder / name).write_text("no image")
-    words = r"2 of 4 rows of metadata\.jsonl are bad, more than --max_bad_fraction 0\.01; the first is .*:1: "
+    words = r"2 of 4 rows of metadata\.jsonl are bad, more than --max_bad_fraction 0\.01 allows; the first is .*:1: "
     with pytest.raises(errors.BadInput, match=words):
         list(raw_images(folder, tiny_model, 0.01)(piece(0, 0, 4)))
     assert len(next(raw_images(folder, tiny_model, 0.5)(piece(0, 0, 4)))["keys"]) == 4
