@@ -28,20 +28,20 @@ WAIT = 0.5  # seconds before the first retry of a URL; it doubles with each furt
 
 def add_raw_data_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags for reading raw data, which preprocess.py and pretrain.py --online share."""
-    image_help = "column of image bytes, paths or URLs; default: the first usual name, such as image, jpg or url"
+    image_help = "column of image bytes, paths or URLs; default: the first known name, such as image, jpg or url"
     group.add_argument("--image_column", help=image_help)
-    caption_help = "column of captions; default: the first usual name, such as caption, TEXT or txt"
+    caption_help = "column of captions; default: the first known name, such as caption, TEXT or txt"
     group.add_argument("--caption_column", help=caption_help)
-    crop_help = "which square of an image to keep"
+    crop_help = "square of each image to keep"
     group.add_argument("--crop", choices=("center", "random"), default="center", help=crop_help)
     group.add_argument("--random_flip", action="store_true", help="mirror each image with a probability of one half")
     group.add_argument("--timeout", type=cli.positive_float, default=10, help="seconds to wait for an image URL")
     group.add_argument("--retries", type=cli.non_negative_int, default=2, help="retries of an image URL that fails")
     bad_help = "largest share of unusable rows, 0 to 1, before the run fails"
     group.add_argument("--max_bad_fraction", type=cli.fraction, default=0.05, help=bad_help)
-    rows_help = "rows to read and encode together; a 512-pixel image takes 1 MB of memory"
+    rows_help = "rows to read and encode together, one output file; a 512-pixel image takes 1 MB of memory"
     group.add_argument("--rows_per_file", type=cli.positive_int, default=256, help=rows_help)
-    batch_help = "batch size in which images and captions are encoded"
+    batch_help = "batch size for encoding images and captions"
     group.add_argument("--encoding_batch_size", type=cli.positive_int, default=16, help=batch_help)
 
 

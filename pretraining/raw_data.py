@@ -85,7 +85,7 @@ def _pick_column(place, what, wanted, usual, columns):
     for name in (wanted,) if wanted else usual:
         if name in columns:
             return name
-    missing = f"no column {wanted}" if wanted else f"none of the usual {what} columns ({', '.join(usual)})"
+    missing = f"no column {wanted}" if wanted else f"none of the known {what} columns ({', '.join(usual)})"
     raise BadInput(f"{place} has {missing}: choose one of its columns with --{what}_column: {', '.join(columns)}")
 
 

@@ -302,7 +302,7 @@ assert not {"torch", "ray", "diffusers", "transformers"} & sys.modules.keys()
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     assert last_json(done.stdout) == {"output_dir": str(whole), "rows": 10, "bad_rows": 0}
-    assert "all 10 rows are there" in done.stderr
+    assert "is complete with 10 rows: nothing to do" in done.stderr
     assert tree(whole.parent) == before
 
 
@@ -368,7 +368,7 @@ def test_a_damaged_data_set_is_in_the_way(encode, tmp_path):
     encode()
     (tmp_path / "out" / PARTS[1]).write_bytes(b"cut")
     before = tree(tmp_path)
-    with pytest.raises(errors.BadInput, match=r"--output_dir .*out is a damaged data set of ours: --overwrite"):
+    with pytest.raises(errors.BadInput, match=r"--output_dir .*out is a damaged data set: pass --overwrite"):
         encode()
     assert tree(tmp_path) == before
     assert encode("--overwrite")["rows"] == 10
@@ -462,7 +462,7 @@ def test_overwrite_drops_what_a_store_held(encode, stop_at, s3, tmp_path):
 
 def test_a_store_folder_of_other_things_is_in_the_way(encode, s3):
     Folder(s3("out")).write("metadata.json", b'{"not": "ours"}')
-    with pytest.raises(errors.BadInput, match="is in the way"):
+    with pytest.raises(errors.BadInput, match=r"holds files that preprocess\.py did not write: choose another"):
         encode(folder=s3("out"))
     assert Folder(s3("out")).names("") == {"metadata.json": 15}
 

@@ -61,9 +61,9 @@ def test_the_usual_columns_are_found_and_others_named(columns, flags, found, tmp
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({}, r"none of the usual image columns \(image, jpg.*--image_column: picture, alt$"),
+        ({}, r"none of the known image columns \(image, jpg.*--image_column: picture, alt$"),
         ({"image_column": "jpg"}, r"no column jpg: .*--image_column: picture, alt$"),
-        ({"image_column": "picture"}, r"none of the usual caption columns.*--caption_column: picture, alt$"),
+        ({"image_column": "picture"}, r"none of the known caption columns.*--caption_column: picture, alt$"),
     ],
 )
 def test_a_column_that_is_missing_names_those_that_are_there(flags, message, tmp_path):
