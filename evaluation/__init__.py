@@ -1,5 +1,10 @@
-"""What a tuned model learned and forgot: embeddings, measures of them, and the report.
+"""Evaluation of a tuned model beside its base model: checks, pictures, embeddings, measures and the report.
 
-encoders  CLIP and DINO: found, checked, run      subject            the subject's name in prompts
-measures  numbers and intervals of embeddings     report(.html.jinja)  the page
+Module    What it does
+subject   names of the subject and its class in prompts
+checks    whether the models, images and prompts can be compared
+pictures  draws the sets of pictures, embeds them and measures them
+encoders  CLIP and DINO: finds, checks and runs them
+measures  measures of embeddings, with bootstrap confidence intervals
+report    the page report.html, from report.html.jinja
 """

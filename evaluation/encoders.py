@@ -1,10 +1,14 @@
-"""The encoders that measure pictures: CLIP and DINO as transformers loads them, found on this disk or on the hub."""
+"""CLIP and DINO encoders, in transformers' format: finds them on disk or on the Hugging Face Hub, and runs them."""
+
+from __future__ import annotations
 
 import contextlib
 import fnmatch
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,41 +23,45 @@ from pipelines.loading import set_up_torch
 from pipelines.model_folder import check_safetensors
 from pipelines.tokens import check_vocabulary, find_vocabulary
 
+if TYPE_CHECKING:
+    import torch
+
 FILES = ("*.json", "*.txt", "*.safetensors")
-ENCODE_BATCH = 16  # pictures, or texts, that an encoder takes at a time
-CONVERTER = "SFconvertbot"  # the hub's own, whose pull requests add safetensors to a repository of pickles
-TIMEOUT = 10  # seconds until the hub counts as out of reach
-DINO_MEAN, DINO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+ENCODE_BATCH = 16  # pictures or texts
+CONVERTER = "SFconvertbot"  # the Hub's bot, whose pull requests add safetensors to repositories of pickle files
+TIMEOUT = 10  # seconds to wait for the Hub
+DINO_MEAN, DINO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Finding
 
 
-def find_encoder(name, flag):
-    """Return the folder of an encoder: `name` is one, or a repository in the hub's cache, or on the hub.
+def find_encoder(name: str, flag: str) -> str:
+    """Return the folder of an encoder: `name` is a folder, or a repository in the Hub cache or on the Hub.
 
-    Raises BadInput where it is not there or holds no safetensors, TryAgain without network; `flag`: of `name`.
+    flag: the flag that gave the name. Raises BadInput if there is no such encoder or it has no safetensors, CheckFailed
+    if its weights are damaged, TryAgain if the Hub cannot be reached.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-            raise BadInput(f"{flag} {name} is neither a folder here nor an ORGANISATION/NAME of the hub: check it")
+            raise BadInput(f"{flag} {name} is neither a folder nor ORGANISATION/NAME on the Hugging Face Hub: check it")
         folder = find_cached(name) or fetch(name, flag)
     check_encoder(folder, flag)
     return str(folder.resolve())
 
 
-def check_encoder(folder, flag):
-    """Raise BadInput or CheckFailed unless `folder` holds a transformers model in whole safetensors."""
+def check_encoder(folder: Path, flag: str) -> None:
+    """Raise BadInput or CheckFailed unless `folder` holds a transformers model in undamaged safetensors."""
     model_type = read_model_type(folder)
     if model_type is None:
-        raise BadInput(f"{flag} {folder} has no config.json of a transformers model: give another folder")
+        raise BadInput(f"{flag} {folder} has no config.json of a transformers model: choose another folder")
     if flag == "--clip_model" and model_type != "clip":
-        raise BadInput(f"{flag} {folder} is a {model_type}: give a CLIPModel")
+        raise BadInput(f"{flag} {folder} holds a {model_type} model: choose a CLIP model")
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise BadInput(f"{flag} {folder} holds no safetensors: take another model")
+        raise BadInput(f"{flag} {folder} holds no safetensors: choose another model")
     for path in weights:
         check_safetensors(path)
     if model_type == "clip":
@@ -61,16 +69,16 @@ def check_encoder(folder, flag):
         check_vocabulary(folder, Config(texts, "transformers", "CLIPTextModel")["vocab_size"])
 
 
-def read_model_type(folder):
-    """Return the "clip" of a folder's config.json, None where it has none."""
+def read_model_type(folder: str | Path) -> str | None:
+    """Return the model_type in a folder's config.json, such as "clip", or None."""
     path = Path(folder) / "config.json"
     return read_json_file(path).get("model_type") if path.is_file() else None
 
 
-def find_cached(name):
-    """Return the folder of a whole snapshot of a repository in the hub's cache, that of `main` first, or None.
+def find_cached(name: str) -> Path | None:
+    """Return the folder of a complete snapshot in the Hub cache, preferably that of `main`, or None.
 
-    Whoever loaded a CLIPModel alone has a snapshot without its tokenizer there: it is not whole.
+    Snapshots can be incomplete: CLIPModel.from_pretrained alone does not download the tokenizer.
     """
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -90,11 +98,10 @@ def _has_all_files(snapshot):
     return False
 
 
-def fetch(name, flag):
-    """Fetch an encoder's configuration and safetensors into the hub's cache and return its folder.
+def fetch(name: str, flag: str) -> Path:
+    """Download the configuration and safetensors of an encoder to the Hub cache and return its folder.
 
-    Where its main branch holds pickles alone, as those of CLIP and DINO do, the hub's own conversion is taken, a pull
-    request of CONVERTER's.
+    If its main branch has no safetensors, as with OpenAI's CLIP and DINO, the pull request of CONVERTER is used.
     """
     import httpx2
     from huggingface_hub import HfApi, errors
@@ -104,17 +111,19 @@ def fetch(name, flag):
     if not sys.stderr.isatty():
         disable_progress_bars()
     api = HfApi()
-    remedy = "run this once where there is one and copy the hub's cache (HF_HOME), or give the folder of an encoder"
+    remedy = "run this once on a machine with network and copy its Hub cache (HF_HOME), or give a local folder"
     try:
-        files = [file.rfilename for file in api.model_info(name, timeout=TIMEOUT).siblings]
+        files = [file.rfilename for file in api.model_info(name, timeout=TIMEOUT).siblings or []]
         revision = "main" if fnmatch.filter(files, FILES[-1]) else _converted(api, name, flag)
         return Path(api.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
     except errors.RepositoryNotFoundError as error:
-        raise BadInput(f"{flag} {name} is neither a folder here nor a model on {api.endpoint}: check it") from error
+        raise BadInput(f"{flag} {name} is neither a folder nor a model on {api.endpoint}: check it") from error
     except (httpx2.TransportError, errors.HfHubHTTPError, OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
-        raise TryAgain(f"{flag} {name} is not in the cache, and no network to {api.endpoint}: {remedy}") from error
+        raise TryAgain(
+            f"{flag} {name} is not in the Hub cache, and {api.endpoint} cannot be reached: {remedy}"
+        ) from error
 
 
 def _converted(api, name, flag):
@@ -123,12 +132,12 @@ def _converted(api, name, flag):
     )
     found = next((request.git_reference for request in requests), None)
     if found is None:
-        raise BadInput(f"{flag} {name} holds only pickles, which can run code: take a model with safetensors")
+        raise BadInput(f"{flag} {name} holds only pickle files, which can run code: choose a model with safetensors")
     return found
 
 
-def digest_encoder(folder):
-    """Return one sha256 of an encoder's files; a manifest or the hub's cache spares reading them."""
+def digest_encoder(folder: str | Path) -> str:
+    """Return one sha256 of an encoder's files; hashes in a manifest or in the Hub cache are not computed again."""
     folder = Path(folder)
     facts = (read_manifest(folder) or {"files": {}})["files"]
     known = {}
@@ -147,9 +156,9 @@ def digest_encoder(folder):
 
 
 class Encoder:
-    """Embeds pictures, with a CLIP texts too: the work of one actor. Always in float32, so that numbers compare."""
+    """Embeds pictures, and with CLIP also texts, always in float32 so that results are comparable."""
 
-    def __init__(self, model_dir, num_threads=None):
+    def __init__(self, model_dir: str | Path, num_threads: int | None = None) -> None:
         import torch
         from transformers import AutoModel, AutoTokenizer, CLIPModel
 
@@ -163,39 +172,38 @@ class Encoder:
             local_files_only=True,
             output_loading_info=True,
         )
-        missing = [
-            key for key in info["missing_keys"] if not key.startswith("pooler.")
-        ]  # DINO has none, it is not used
+        missing = sorted(key for key in info["missing_keys"] if not key.startswith("pooler."))  # unused; DINO has none
         if missing:
-            raise CheckFailed(f"{model_dir}: {len(missing)} weights are missing, {sorted(missing)[0]} the first")
+            raise CheckFailed(f"{model_dir}: {len(missing)} weights are missing, first {missing[0]}: download it again")
         self.model = model.to(self.device).eval()
         self.processor = load_processor(model_dir, self.is_clip, self.model.config)
-        self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True) if self.is_clip else None
+        if self.is_clip:
+            self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
 
-    def __call__(self, item):
-        """Return {"name": ..., "start": ..., "embeds": [B, D] float32} of {"name", "start", "paths" or "texts"}."""
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        """Return {"name", "start", "embeds": [B, D] float32} of an item {"name", "start", "paths" or "texts"}."""
         import torch
 
         with torch.inference_mode():
             embeds = self._texts(item["texts"]) if "texts" in item else self._pictures(item["paths"])
         return {"name": item["name"], "start": item["start"], "embeds": embeds.float().cpu().numpy()}
 
-    def _pictures(self, paths):
+    def _pictures(self, paths: list[str]) -> torch.Tensor:
         pixel_values = self.processor([read_image(path) for path in paths], return_tensors="pt")["pixel_values"]
         pixel_values = pixel_values.to(self.device)  # B 3 H W
         if not self.is_clip:
             return self.model(pixel_values).last_hidden_state[:, 0]  # B D: the class token
         return self.model.visual_projection(self.model.vision_model(pixel_values=pixel_values).pooler_output)
 
-    def _texts(self, texts):
+    def _texts(self, texts: list[str]) -> torch.Tensor:
         length = self.model.config.text_config.max_position_embeddings
         batch = self.tokenizer(texts, padding=True, truncation=True, max_length=length, return_tensors="pt")
         output = self.model.text_model(batch.input_ids.to(self.device), batch.attention_mask.to(self.device))
         return self.model.text_projection(output.pooler_output)  # B D
 
 
-def load_processor(model_dir, is_clip, config):
-    """Return what turns Pillow images into pixel values: its own, or one with CLIP's or DINO's mean and std."""
+def load_processor(model_dir: str | Path, is_clip: bool, config: Any) -> Any:
+    """Return the image processor of a model, or one with the usual mean and std of CLIP or DINO if it has none."""
     from transformers import AutoImageProcessor, CLIPImageProcessorPil
 
     if (Path(model_dir) / "preprocessor_config.json").is_file():
@@ -206,13 +214,14 @@ def load_processor(model_dir, is_clip, config):
 
 
 class Encoders:
-    """Embeds with several encoders, each loaded at its first item and kept: the work of one actor."""
+    """Embeds with several encoders, each loaded at its first item and kept; runs in an actor."""
 
-    def __init__(self, num_threads=None):
-        self.num_threads, self.encoders = num_threads, {}
+    def __init__(self, num_threads: int | None = None) -> None:
+        self.num_threads = num_threads
+        self.encoders: dict[str, Encoder] = {}
 
-    def __call__(self, item):
-        """Return what the encoder in the folder item["encoder"] makes of an item, with the item's "job"."""
+    def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
+        """Return the embeddings of an item by the encoder in the folder item["encoder"], with the item's "job"."""
         folder = item["encoder"]
         if folder not in self.encoders:
             with no_gc():
@@ -220,11 +229,12 @@ class Encoders:
         return {"job": item["job"], **self.encoders[folder](item)}
 
 
-def embed(jobs, **pool):
-    """Embed with one pool of actors, whatever the encoders; return {name: embeddings [N, D]} of each job.
+def embed(jobs: Sequence[tuple[str, dict[str, list[Path]], Sequence[str]]], **pool: Any) -> list[dict[str, np.ndarray]]:
+    """Run several encoders on one pool of actors; return {name: embeddings [N, D] float32} for each job.
 
-    jobs: (folder of an encoder, sets of pictures {name: [paths]}, texts, which are embedded as "texts") each.
-    pool: num_workers and the like, of map_on_actors. Raises CheckFailed for an embedding that is not finite.
+    jobs: (folder of an encoder, {name: paths of pictures}, texts) each; texts are embedded under the name "texts".
+    pool: num_workers and the placement options of map_on_actors.
+    Raises CheckFailed if an embedding is not finite.
     """
     items = [
         {"job": job, "encoder": folder, "name": name, "start": start}
@@ -234,7 +244,7 @@ def embed(jobs, **pool):
         for name, contents in named.items()
         for start in range(0, len(contents), ENCODE_BATCH)
     ]
-    found = [{} for _ in jobs]
+    found: list[dict[tuple[str, int], np.ndarray]] = [{} for _ in jobs]
     total = sum(sum(map(len, sets.values())) + len(texts) for _, sets, texts in jobs)
     with Progress("embed", total, "pictures and prompts") as progress:
         for result in map_on_actors(Encoders, {}, items, **pool):
@@ -244,10 +254,10 @@ def embed(jobs, **pool):
 
 
 def _join(folder, found):
-    """Return {name: embeddings [N, D]} of {(name, start): a part of them}, those of the encoder in `folder`."""
-    embeds = {}
+    """Return {name: embeddings [N, D]}, joined from {(name, start): a part of them}."""
+    embeds: dict[str, list[np.ndarray]] = {}
     for name, start in sorted(found):
         if not np.isfinite(found[name, start]).all():
-            raise CheckFailed(f"{folder} gives embeddings of {name} that are not finite: fetch it again")
+            raise CheckFailed(f"{folder} gives embeddings of {name} that are not finite: download it again")
         embeds.setdefault(name, []).append(found[name, start])
     return {name: np.concatenate(parts) for name, parts in embeds.items()}

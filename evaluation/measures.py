@@ -1,24 +1,31 @@
-"""What a tuned model learned and forgot, in numbers of embeddings alone: the measures of DreamBooth (arXiv 2208.12242).
+"""Measures of embeddings: subject and prompt fidelity, prior preservation, diversity and memorisation.
 
-Embeddings are rows [N, D] of any length; two are compared by their cosine. Each interval is a percentile bootstrap over
-the pictures (Efron, 1979): what other pictures of the same model might have given. The photos are not resampled.
-No measure depends on the order of the pictures.
+They follow DreamBooth (arXiv 2208.12242, section 4). Embeddings are rows [N, D] of any length, compared by cosine
+similarity. Intervals are percentile bootstrap confidence intervals (Efron, 1979) over the pictures; the photos are not
+resampled. No measure depends on the order of the pictures.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 NUM_RESAMPLES = 1000
-LEVEL = 0.95  # of the intervals
-SMALLEST_SET = 3  # pictures: fewer give no interval
-FEWEST_PHOTOS = 2  # to compare them with each other
+LEVEL = 0.95  # of the confidence intervals
+SMALLEST_SET = 3  # pictures that an interval needs
+FEWEST_PHOTOS = 2  # photos that a comparison with each other needs
 DIGITS = 6
+
+Estimate = dict[str, float]  # {"value", "low", "high"}
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What people read of a measure. better: "high" or "low"."""
+    """How the report explains a measure. better: "high" or "low"."""
 
     title: str
     better: str
@@ -29,93 +36,99 @@ MEASURES = {
     "subject_dino": Measure(
         "Subject fidelity, DINO",
         "high",
-        "Likeness of the pictures of the subject to the photos, by an encoder that tells one dog from another; the "
-        "likeness of the photos to each other is what can be hoped for.",
+        "Similarity of the subject's pictures to the photos. DINO tells individuals of a class apart. The similarity "
+        "of the photos to each other is a practical upper limit.",
     ),
     "subject_clip": Measure(
         "Subject fidelity, CLIP-I",
         "high",
-        "The same by CLIP, which sees more of what kind of thing it is and less of which one.",
+        "Similarity of the subject's pictures to the photos. CLIP depends more on the class of the subject, and less "
+        "on the individual.",
     ),
     "prompt_clip": Measure(
         "Prompt fidelity, CLIP-T",
         "high",
-        "Likeness of each picture to the words of its prompt; far below the base model's, prompts are ignored.",
+        "Similarity of each picture to its prompt. A value far below the base model's means that the tuned model "
+        "ignores prompts.",
     ),
     "prior_photos": Measure(
-        "Prior: class pictures like the photos",
+        "Prior: class pictures and photos",
         "low",
-        "Likeness of pictures of the class, without the token, to the photos; well above the base model's, the whole "
-        "class has come to look like the subject.",
+        "Similarity of class pictures, which are drawn without the identifier, to the photos. A value well above the "
+        "base model's means that the whole class has come to look like the subject.",
     ),
     "prior_base": Measure(
-        "Prior: class pictures like before",
+        "Prior: class pictures of both models",
         "high",
-        "Likeness of the tuned model's class pictures to the base model's; the base's column is how alike those are.",
+        "Similarity of the tuned model's class pictures to the base model's. The base column is the similarity of the "
+        "base model's class pictures to each other.",
     ),
     "diversity": Measure(
         "Diversity of class pictures",
         "high",
-        "How much class pictures differ from each other; far below the base model's, they have become all alike.",
+        "Mean of 1 - cosine similarity over all pairs of class pictures. A value far below the base model's means that "
+        "class pictures have become alike.",
     ),
     "memorised": Measure(
         "Memorised",
         "low",
-        "Share of the subject's pictures that are nearly a photo: many mean that the model repeats photos.",
+        "Share of the subject's pictures that are nearly identical to a photo. A high share means that the tuned model "
+        "reproduces its training photos.",
     ),
 }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Cosines
+# Cosine similarities
 
 
-def normalized(rows):
-    """Return rows [N, D] at unit length, float64."""
+def normalized(rows: ArrayLike) -> np.ndarray:
+    """Return rows [N, D] scaled to unit length, float64."""
     rows = np.asarray(rows, dtype=np.float64)
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def cosines(rows, columns):
-    """Return the cosine of each row with each column [N, M] of embeddings [N, D] and [M, D]."""
+def cosines(rows: ArrayLike, columns: ArrayLike) -> np.ndarray:
+    """Return the cosine similarity [N, M] of each row [N, D] to each column [M, D]."""
     return normalized(rows) @ normalized(columns).T
 
 
-def likeness(pictures, others):
-    """Return each picture's mean cosine with the others [N].
+def likeness(pictures: ArrayLike, others: ArrayLike) -> np.ndarray:
+    """Return the mean cosine similarity of each picture to all others, [N].
 
-    Their mean is the average pairwise cosine: with the subject's photos subject fidelity (section 4.1: DINO with a
-    DINO's embeddings, CLIP-I with CLIP's), of class pictures with the photos PRES (section 4.3).
+    Their mean is the paper's average pairwise cosine similarity: subject fidelity for pictures of the subject and the
+    photos (section 4.1: DINO, CLIP-I), PRES for class pictures and the photos (section 4.3).
     """
     return cosines(pictures, others).mean(axis=1)
 
 
-def prompt_fidelity(pictures, texts):
-    """Return the cosine of each picture with its own text [N]: CLIP-T (section 4.1); both [N, D], row by row."""
+def prompt_fidelity(pictures: ArrayLike, texts: ArrayLike) -> np.ndarray:
+    """Return the cosine similarity of each picture [N, D] to its own text [N, D], [N]: CLIP-T (section 4.1)."""
     return (normalized(pictures) * normalized(texts)).sum(axis=1)
 
 
-def nearest(pictures, photos):
-    """Return (number of the nearest photo, cosine with it) of each picture, [N] each."""
+def nearest(pictures: ArrayLike, photos: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index of the photo nearest to each picture, and the cosine similarity to it, [N] each."""
     table = cosines(pictures, photos)
     return table.argmax(axis=1), table.max(axis=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Means and their intervals
+# Means with confidence intervals
 
 
-def mean_of(values, seed):
-    """Return {"value", "low", "high"}: the mean of one number a picture, and its bootstrap interval."""
-    values = np.sort(np.asarray(values, dtype=np.float64))  # the same resamples, whatever the files are called
+def mean_of(values: ArrayLike, seed: int) -> Estimate:
+    """Return the mean of one value per picture [N], and its bootstrap confidence interval."""
+    values = np.sort(np.asarray(values, dtype=np.float64))  # so that file names do not change the resamples
     picked = np.random.default_rng(seed).integers(len(values), size=(NUM_RESAMPLES, len(values)))
     return _estimate(values.mean(), values[picked].mean(axis=1))
 
 
-def mean_of_pairs(table, seed):
-    """Return {"value", "low", "high"}: the mean over the pairs of different pictures of a symmetric table [N, N].
+def mean_of_pairs(table: np.ndarray, seed: int) -> Estimate:
+    """Return the mean over all pairs of different pictures in a symmetric table [N, N], and its confidence interval.
 
-    Pictures are resampled, not pairs, which are not independent; one drawn twice is not compared with itself.
+    Pictures are resampled, not pairs, since pairs are not independent. A picture that is drawn twice is not compared
+    with itself.
     """
     order = np.argsort(table.sum(axis=1))
     table = table[order][:, order]
@@ -127,12 +140,12 @@ def mean_of_pairs(table, seed):
     return _estimate((table * others).sum() / others.sum(), sums[weights > 0] / weights[weights > 0])
 
 
-def diversity(pictures, seed):
-    """Return the mean of 1 - cosine over the pairs of different pictures, with its interval.
+def diversity(pictures: ArrayLike, seed: int) -> Estimate:
+    """Return the mean of 1 - cosine similarity over all pairs of pictures, and its confidence interval.
 
-    The paper's DIV (section 4.3) is the LPIPS distance between pictures of the subject of one prompt. This one asks
-    the same of the class pictures and by the encoder: how different are they as things, not as pixels and textures.
-    The two have different scales; compare this one with the base model's alone.
+    The paper's DIV (section 4.3) is the LPIPS distance between pictures of the subject for one prompt. This measure
+    uses class pictures and an encoder, which compares content rather than pixels and textures. The scales differ:
+    compare only with the base model's value.
     """
     return mean_of_pairs(1 - cosines(pictures, pictures), seed)
 
@@ -142,8 +155,8 @@ def _estimate(value, resampled):
     return {name: round(float(each), DIGITS) for name, each in (("value", value), ("low", low), ("high", high))}
 
 
-def are_apart(one, other):
-    """Return whether the intervals of two estimates do not touch."""
+def are_apart(one: Estimate, other: Estimate) -> bool:
+    """Return whether the confidence intervals of two estimates do not overlap."""
     return one["low"] > other["high"] or other["low"] > one["high"]
 
 
@@ -151,33 +164,42 @@ def are_apart(one, other):
 # All measures
 
 
-def measure(clip, dino, texts, memorised_above, seed):
-    """Return {name of MEASURES: {"tuned": estimate, "base": estimate}}, None for one that needs the DINO that is None.
+def measure(
+    clip: dict[str, np.ndarray],
+    dino: dict[str, np.ndarray] | None,
+    texts: np.ndarray,
+    memorised_above: float,
+    seed: int,
+) -> dict[str, dict[str, Any] | None]:
+    """Return {measure: {"tuned": estimate, "base": estimate}} for MEASURES; None if it needs DINO and `dino` is None.
 
-    clip, dino: embeddings by set: "photos"; "tuned" and "base", pictures of the subject; "class_tuned", "class_base".
-    texts: CLIP's of the prompts of "tuned" and of "base", row by row. Subject fidelity also says "photos": the value
-    of the photos among themselves. The measures that name no encoder use DINO, or else CLIP.
+    clip, dino: embeddings of each set: "photos"; "tuned", "base" (the subject); "class_tuned", "class_base".
+    texts: CLIP embeddings of the prompt of each picture in "tuned" and in "base".
+    Subject fidelity also has "photos", the similarity of the photos to each other. Measures whose name has no encoder
+    use DINO, or CLIP without DINO.
     """
-    subject = clip if dino is None else dino
-    measures = {}
-    for name, encoded in (("subject_dino", dino), ("subject_clip", clip)):
-        measures[name] = encoded and {
-            **_of_both(lambda model: mean_of(likeness(encoded[model], encoded["photos"]), seed)),  # noqa: B023
-            "photos": {"value": mean_of_pairs(cosines(encoded["photos"], encoded["photos"]), seed)["value"]},
-        }
-    measures["prompt_clip"] = _of_both(lambda model: mean_of(prompt_fidelity(clip[model], texts), seed))
-    classes = {model: subject[f"class_{model}"] for model in ("tuned", "base")}
-    measures["prior_photos"] = _of_both(lambda model: mean_of(likeness(classes[model], subject["photos"]), seed))
-    measures["prior_base"] = {
-        "tuned": mean_of(likeness(classes["tuned"], classes["base"]), seed),
-        "base": mean_of_pairs(cosines(classes["base"], classes["base"]), seed),
+    encoded = clip if dino is None else dino
+    photos = encoded["photos"]
+    classes = {model: encoded[f"class_{model}"] for model in ("tuned", "base")}
+    return {
+        "subject_dino": None if dino is None else _subject_fidelity(dino, seed),
+        "subject_clip": _subject_fidelity(clip, seed),
+        "prompt_clip": _of_both(lambda model: mean_of(prompt_fidelity(clip[model], texts), seed)),
+        "prior_photos": _of_both(lambda model: mean_of(likeness(classes[model], photos), seed)),
+        "prior_base": {
+            "tuned": mean_of(likeness(classes["tuned"], classes["base"]), seed),
+            "base": mean_of_pairs(cosines(classes["base"], classes["base"]), seed),
+        },
+        "diversity": _of_both(lambda model: diversity(classes[model], seed)),
+        "memorised": _of_both(lambda model: mean_of(nearest(encoded[model], photos)[1] > memorised_above, seed)),
     }
-    measures["diversity"] = _of_both(lambda model: diversity(classes[model], seed))
-    measures["memorised"] = _of_both(
-        lambda model: mean_of(nearest(subject[model], subject["photos"])[1] > memorised_above, seed)
-    )
-    return measures
 
 
-def _of_both(estimate):
+def _subject_fidelity(encoded: dict[str, np.ndarray], seed: int) -> dict[str, Estimate]:
+    photos = encoded["photos"]
+    found = _of_both(lambda model: mean_of(likeness(encoded[model], photos), seed))
+    return {**found, "photos": {"value": mean_of_pairs(cosines(photos, photos), seed)["value"]}}
+
+
+def _of_both(estimate: Callable[[str], Estimate]) -> dict[str, Estimate]:
     return {model: estimate(model) for model in ("tuned", "base")}

@@ -1,32 +1,42 @@
-"""The report of an evaluation: one page of pictures and numbers that needs no other file, no script and no network."""
+"""The report of an evaluation: a single HTML page that needs no other file, no script and no network."""
+
+from __future__ import annotations
 
 import base64
 import io
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.folders import SHA256, read_json_lines, write_bytes
 from common.images import read_image
-from evaluation.measures import MEASURES, are_apart
+from evaluation.measures import MEASURES, Estimate, are_apart
 from pipelines.configs import base_name
 from pipelines.model_folder import TRAINING_LOG, VALIDATION_STRIP
 
 TEMPLATE = "report.html.jinja"
-SIDES = ((120, 256), (400, 160), (None, 96))  # pictures on the page, at most, and the longer side of each in pixels
+SIDES = ((120, 256), (400, 160), (None, 96))  # (most pictures on the page, longer side of each in pixels)
 SHOWN_PHOTOS, SHOWN_CLASS_IMAGES, SHOWN_CLOSEST = 24, 24, 12
-STRIP_SIDE = 1400  # pixels of its longer side, at most
+STRIP_SIDE = 1400  # pixels, of the longer side
 QUALITY = 80  # of WebP
-SMOOTHED = 10  # a tenth of the logged steps
+SMOOTHED = 10  # the loss is smoothed over a tenth of the logged steps
 FAINT, DARK = "#a9b8cf", "#1d4f91"
 
 
-def write_report(path, evaluation, sets, models, command):
+def write_report(
+    path: Path,
+    evaluation: dict[str, Any],
+    sets: dict[str, list[Path]],
+    models: dict[str, str],
+    command: Sequence[str],
+) -> None:
     """Write the report.html of an evaluation.
 
-    evaluation: what evaluation.json holds; sets: {set: paths of its pictures}, those of prompts prompt by prompt;
-    models: {"tuned": folder, "base": folder}; command: the words of the line that made it.
+    evaluation: the contents of evaluation.json; sets: paths of the pictures in each set, prompt by prompt;
+    models: folders of "tuned" and "base"; command: the words of the command line.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -49,21 +59,21 @@ def write_report(path, evaluation, sets, models, command):
     write_bytes(path, page.encode())
 
 
-def shorten(value):
-    """Return a setting as text, of a sha256 its start."""
+def shorten(value: Any) -> str:
+    """Return a setting as text; a sha256 is cut."""
     text = str(value)
     return f"sha256 {text[:12]}…" if SHA256.fullmatch(text) else text
 
 
-def format_command(words):
-    """Return a command line as a shell reads it, a flag a line."""
+def format_command(words: Sequence[str]) -> str:
+    """Return a command line quoted for a shell, with one flag per line."""
     return "".join(
         f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in map(shlex.quote, words)
     ).strip()
 
 
-def measure_rows(measures):
-    """Return the rows of the table; "tuned" is None where a measure was left out."""
+def measure_rows(measures: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the table of measures; "tuned" is None if a measure was not taken."""
     rows = []
     for name, about in MEASURES.items():
         found = measures[name] or {}
@@ -73,16 +83,16 @@ def measure_rows(measures):
     return rows
 
 
-def format_estimate(estimate):
-    """Return {"value", "interval"} as text, interval "" where there is none; None for no estimate."""
+def format_estimate(estimate: Estimate | None) -> dict[str, str] | None:
+    """Return {"value", "interval"} as text, with interval "" if there is none; None for no estimate."""
     if estimate is None:
         return None
     number = {name: f"{value:.3f}".replace("-", "\N{MINUS SIGN}") for name, value in estimate.items()}
     return {"value": number["value"], "interval": f"{number['low']} to {number['high']}" if "low" in number else ""}
 
 
-def describe_change(tuned, base):
-    """Return in words how the tuned model's estimate stands to the base model's."""
+def describe_change(tuned: Estimate, base: Estimate) -> str:
+    """Return in words how the tuned model's estimate compares with the base model's."""
     if not are_apart(tuned, base):
         return "no clear change"
     return "higher than before" if tuned["value"] > base["value"] else "lower than before"
@@ -92,8 +102,8 @@ def describe_change(tuned, base):
 # Pictures
 
 
-def show_pictures(details, sets):
-    """Return what the page shows: photos, prompts, classes and closest, each picture with its address and its text."""
+def show_pictures(details: dict[str, Any], sets: dict[str, list[Path]]) -> dict[str, Any]:
+    """Return the pictures on the page, as from `show`: {"photos", "prompts", "classes", "closest"}."""
     nearest = details["nearest"]["tuned"]
     closest = sorted(range(len(nearest)), key=lambda i: (-nearest[i][1], i))[:SHOWN_CLOSEST]
     photos = sets["photos"][:SHOWN_PHOTOS]
@@ -120,8 +130,8 @@ def show_pictures(details, sets):
     }
 
 
-def show_prompts(details, sets, side):
-    """Return [{"text", "base": pictures, "tuned": pictures}], a prompt each, with the nearest photo of each picture."""
+def show_prompts(details: dict[str, Any], sets: dict[str, list[Path]], side: int) -> list[dict[str, Any]]:
+    """Return {"text", "base": pictures, "tuned": pictures} of each prompt, with the nearest photo of each picture."""
     prompts = details["prompts"]
     per_prompt = len(sets["tuned"]) // len(prompts)
     shown = [{"text": prompt, "base": [], "tuned": []} for prompt in prompts]
@@ -134,8 +144,8 @@ def show_prompts(details, sets, side):
     return shown
 
 
-def show(path, alt, side, **more):
-    """Return {"uri", "alt"} of a picture: at most `side` pixels a side, WebP."""
+def show(path: Path, alt: str, side: int, **more: Any) -> dict[str, Any]:
+    """Return {"uri", "alt", **more} of a picture, scaled to at most `side` pixels, as WebP."""
     image = read_image(path)
     image.thumbnail((side, side))
     data = io.BytesIO()
@@ -143,17 +153,17 @@ def show(path, alt, side, **more):
     return {"uri": data_uri(data.getvalue(), "webp"), "alt": alt, **more}
 
 
-def data_uri(data, kind):
-    """Return bytes of an image as the address that holds them."""
+def data_uri(data: bytes, kind: str) -> str:
+    """Return the bytes of an image as a data URI; kind: the image's media subtype."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The training
+# Training
 
 
-def smooth(values):
-    """Return the exponential moving average of values over a tenth of them, five at least, unbiased at the start."""
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return the bias-corrected exponential moving average of values, over a tenth of them but at least five."""
     weight = 1 - 2 / (max(5, len(values) / SMOOTHED) + 1)
     sums = np.zeros(2)
     smoothed = []
@@ -163,15 +173,15 @@ def smooth(values):
     return smoothed
 
 
-def show_strip(path):
-    """Return the strip that train.py --validation_prompts drew, as `show` does, or None where there is none."""
+def show_strip(path: Path) -> dict[str, Any] | None:
+    """Return the validation pictures of train.py --validation_prompts, as from `show`, or None if there are none."""
     if not path.is_file():
         return None
-    return show(path, "Pictures of the same prompts and seeds, a row for each step", STRIP_SIDE)
+    return show(path, "Validation pictures of the same prompts and seeds, a row for each step", STRIP_SIDE)
 
 
-def plot_training(log):
-    """Return {"uri", "alt"} of the losses and gradient norms of a log as an SVG, or None where it has none."""
+def plot_training(log: list[dict[str, Any]]) -> dict[str, str] | None:
+    """Return {"uri", "alt"} of an SVG plot of the losses and gradient norms in a log, or None if it has none."""
     lines = [line for line in log if line.get("loss") is not None and line.get("grad_norm") is not None]
     if not lines:
         return None

@@ -1,15 +1,38 @@
-"""How prompts name the subject and its class, and prompts with {} for either."""
+"""The prompts of an evaluation: how they name the subject and its class, and templates with {} for either name."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import BadInput, one_line
 from pipelines.prompts import check_prompts
 
 
-def find_subject(instance_prompt, class_prompt, unique_token=None, class_name=None):
-    """Return ("unqtkn dog", "dog"): how the prompts name the subject, and its class.
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts to evaluate. subject: "unqtkn dog"; class_name: "dog"; templates: prompts with {} for either."""
 
-    The identifier is found as check_prompts does, the class is what follows it and stands in the class prompt too.
+    subject: str
+    class_name: str
+    templates: tuple[str, ...]
+
+    @property
+    def of_subject(self) -> list[str]:
+        """The templates with the name of the subject."""
+        return [template.replace("{}", self.subject) for template in self.templates]
+
+    @property
+    def of_class(self) -> list[str]:
+        """The templates with the name of the class."""
+        return [template.replace("{}", self.class_name) for template in self.templates]
+
+
+def find_subject(
+    instance_prompt: str, class_prompt: str, unique_token: str | None = None, class_name: str | None = None
+) -> tuple[str, str]:
+    """Return the names of the subject and of its class in the prompts, for example ("unqtkn dog", "dog").
+
+    The identifier is found as in check_prompts. The class name is the words that follow it and that the class prompt
+    contains too. Raises BadInput if either cannot be found.
     """
     check_prompts(instance_prompt, class_prompt, unique_token)
     words = instance_prompt.split()
@@ -21,7 +44,10 @@ def find_subject(instance_prompt, class_prompt, unique_token=None, class_name=No
     first, end = places[0], places[-1] + 1
     if end - first != len(places):
         differing = ", ".join(words[place] for place in places)
-        raise BadInput(f"--instance_prompt has several words that --class_prompt lacks ({differing}): --unique_token")
+        raise BadInput(
+            f"--instance_prompt has several words that --class_prompt lacks ({differing}): give the identifier with "
+            "--unique_token"
+        )
     last = next((i for i in range(end, len(words)) if plain[i] not in others), len(words))
     class_name = class_name or " ".join(words[end:last]).strip(".,;:!?\"'()")
     if not class_name:
@@ -29,8 +55,11 @@ def find_subject(instance_prompt, class_prompt, unique_token=None, class_name=No
     return f"{' '.join(words[first:end])} {class_name}", class_name
 
 
-def read_templates(prompts_file, instance_prompt, subject):
-    """Return the prompts with {} for the subject, each once: those of the file, or the instance prompt alone."""
+def read_templates(prompts_file: str | Path | None, instance_prompt: str, subject: str) -> list[str]:
+    """Return the prompts of a file with {} for the subject, without duplicates, or the instance prompt if it is None.
+
+    Raises BadInput if the file cannot be read, or if a prompt does not name the subject.
+    """
     if not prompts_file:
         if subject not in instance_prompt:
             raise BadInput(f"--instance_prompt {instance_prompt!r} lacks {subject!r}: give --prompts_file")
@@ -41,7 +70,7 @@ def read_templates(prompts_file, instance_prompt, subject):
         raise BadInput(f"--prompts_file {prompts_file}: {error}") from None
     templates = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
     if not templates:
-        raise BadInput(f"--prompts_file {prompts_file} holds no prompt")
+        raise BadInput(f"--prompts_file {prompts_file} holds no prompts: write one per line")
     for template in templates:
         if "{}" not in template:
             raise BadInput(f"--prompts_file {prompts_file}: {one_line(template, 100)!r} has no {{}} for the subject")

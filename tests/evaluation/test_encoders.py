@@ -86,7 +86,7 @@ def test_a_snapshot_without_its_tokenizer_is_passed_over(cache, clip):
     bare = put_in_cache(cache, clip, "a" * 40)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (bare / name).unlink()
-    with pytest.raises(errors.TryAgain, match=f"{NAME} is not in the cache"):
+    with pytest.raises(errors.TryAgain, match=f"{NAME} is not in the Hub cache"):
         find_encoder(NAME, "--clip_model")
     whole = put_in_cache(cache, clip, "c" * 40, main=False)
     assert find_encoder(NAME, "--clip_model") == str(whole)
@@ -107,7 +107,8 @@ def test_a_clip_without_its_vocabulary_or_with_another_is_refused(clip, tmp_path
 
 def test_without_network_the_remedy_is_said(cache):
     with pytest.raises(
-        errors.TryAgain, match=rf"--dino_model {NAME} is not in the cache, and no network.*HF_HOME.*folder"
+        errors.TryAgain,
+        match=rf"--dino_model {NAME} is not in the Hub cache, and .* cannot be reached: .*HF_HOME.*folder",
     ):
         find_encoder(NAME, "--dino_model")
 
@@ -121,7 +122,7 @@ def test_what_is_neither_a_folder_nor_a_name_is_bad_input(cache, name):
 def test_a_folder_must_hold_a_transformers_model_of_the_kind(clip, dino, tiny_model, tmp_path):
     for folder, flag, said in (
         (tiny_model, "--clip_model", "has no config.json"),
-        (dino, "--clip_model", "is a vit: give a CLIPModel"),
+        (dino, "--clip_model", "holds a vit model: choose a CLIP model"),
         (tiny_model / "scheduler", "--dino_model", "has no config.json"),
     ):
         with pytest.raises(errors.BadInput, match=said):
@@ -184,14 +185,14 @@ def test_of_pickles_the_hubs_own_conversion_is_taken(hub):
 
 def test_pickles_alone_are_refused(hub):
     hub(["config.json", "pytorch_model.bin"], [("somebody", "refs/pr/1")])
-    with pytest.raises(errors.BadInput, match="--clip_model someone/encoder holds only pickles"):
+    with pytest.raises(errors.BadInput, match="--clip_model someone/encoder holds only pickle files"):
         find_encoder(NAME, "--clip_model")
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        (httpx2.ConnectError("no route"), errors.TryAgain, "no network to https://hub"),
+        (httpx2.ConnectError("no route"), errors.TryAgain, "https://hub cannot be reached"),
         (NOT_FOUND, errors.BadInput, "nor a model on https://hub"),
     ],
 )
@@ -307,7 +308,11 @@ def test_weights_that_are_missing_or_not_finite_end_the_run(clip, photos, tmp_pa
 
     weights = load_file(clip / "model.safetensors")
     for name, change, said in (
-        ("missing", lambda weights: weights.pop("visual_projection.weight"), "1 weights are missing, visual_proj"),
+        (
+            "missing",
+            lambda weights: weights.pop("visual_projection.weight"),
+            "1 weights are missing, first visual_proj",
+        ),
         ("nan", lambda weights: weights["visual_projection.weight"].fill(np.nan), "not finite"),
     ):
         changed = {key: value.copy() for key, value in weights.items()}

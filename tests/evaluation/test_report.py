@@ -155,7 +155,7 @@ def test_what_the_page_says(make_page, tmp_path):
         assert about.title in text and about.reading in text
     for words in (
         "photo of unqtkn dog", "unqtkn dog in the snow", "some/clip", "some/dino", "0.600 0.550 to 0.650",
-        "the photos themselves: 0.800", "higher than before", "00.png, 0.50", r"python evaluate.py \ --seed 3",
+        "photos to each other: 0.800", "higher than before", "00.png, 0.50", r"python evaluate.py \ --seed 3",
         f"sha256 {'ab' * 6}…", "has no training_log.jsonl",
     ):  # fmt: skip
         assert words in text, words
