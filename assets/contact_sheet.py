@@ -1,4 +1,4 @@
-"""Put rows of pictures on one sheet, each row a folder's first pictures, for the README.
+"""Make the contact sheet of the README: one row per folder, with the folder's first pictures.
 
 python assets/contact_sheet.py --output assets/result.png assets/subject data/images-reg data/images-new
 """

@@ -18,10 +18,10 @@ ORANGE, PINK, WHITE, DARK = (255, 138, 20), (255, 150, 172), (255, 255, 255), (2
 
 @dataclass(frozen=True)
 class Pose:
-    """What may change between pictures; lengths are in canvas pixels and angles in degrees."""
+    """Properties that differ between pictures; lengths are in canvas pixels, angles in degrees."""
 
     tilt: float  # turns the whole cat, anticlockwise
-    head_tilt: float  # turns the head alone
+    head_tilt: float  # turns only the head
     scale: float
     centre: tuple[int, int]
     look: tuple[float, float]  # pupil direction, each from -1 to 1

@@ -1,1 +1,1 @@
-"""Measurements: each module is run with `python -m benchmarks.NAME` and prints JSON as its last line."""
+"""Measurements: run one with `python -m benchmarks.NAME`; its last line of output is JSON."""

@@ -1,7 +1,7 @@
-"""Does what makes a step faster leave its numbers alone? Losses of the same steps with and without each of it.
+"""Compare the losses of train.py with and without each speed optimization: do they change the numbers?
 
-The first run is train.py in one process; the others are train.py with other flags, or the bare loop without what is
-named. Prints the largest difference of the losses of any step, then one JSON line.
+The reference is train.py in one process; the other runs are train.py with other flags, and the bare loop without the
+named optimizations. Prints the largest difference in the loss of any step, then one JSON line.
 
     python -m benchmarks.agree --max_train_steps 20
     python -m benchmarks.agree --max_train_steps 20 --compile
@@ -21,7 +21,7 @@ FLAGS = {
     "gradient checkpointing": ("--num_workers", 0, "--gradient_checkpointing"),
     "compiled": ("--num_workers", 0, "--compile"),
 }
-PAIRS = {  # of two pairs a step, beside one batch of two
+PAIRS = {  # two pairs per step; the reference has them in one batch
     "two workers of one pair": ("--num_workers", 2),
     "two batches of one pair": ("--num_workers", 0, "--gradient_accumulation_steps", 2),
     "two workers, bf16 gradients": ("--num_workers", 2, "--reduce_dtype", "bf16"),
@@ -29,7 +29,7 @@ PAIRS = {  # of two pairs a step, beside one batch of two
 
 
 def main(args):
-    """Run all, print a table and one JSON line."""
+    """Run all, print a table, then one JSON line."""
     with tempfile.TemporaryDirectory() as folder:
         results = {}
 
@@ -65,6 +65,6 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--max_train_steps", type=int, default=20, help="steps that are compared")
-    parser.add_argument("--compile", action="store_true", help="train.py --compile too, which takes minutes")
+    parser.add_argument("--max_train_steps", type=int, default=20, help="optimizer steps to compare")
+    parser.add_argument("--compile", action="store_true", help="also compare train.py --compile, which takes minutes")
     main(parser.parse_args())

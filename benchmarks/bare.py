@@ -1,8 +1,8 @@
-"""train.py's own step in a bare PyTorch loop: no Ray, no checkpoints, no resuming. The difference is what those cost.
+"""Run train.py's step in a bare PyTorch loop without Ray, checkpoints and resuming, to measure their overhead.
 
-Takes the cache of latents and the settings that a run of train.py left in its work folder. --without leaves out what
-makes the step faster: `cache` encodes the pictures in every step, `channels_last` keeps the usual memory layout, `sdpa`
-writes attention out, `fused` takes AdamW weight by weight. The losses are the same but for rounding (agree.py).
+Reads the latent cache and the settings in the work folder of a run of train.py. --without disables optimizations:
+`cache` encodes the images at every step, `channels_last` uses the contiguous memory layout, `sdpa` uses unfused
+attention, `fused` uses unfused AdamW. The losses are equal up to rounding (see agree.py).
 
     python -m benchmarks.bare --work_dir data/tuned.work --model_dir M --max_train_steps 40 --log log.jsonl
 """
@@ -27,7 +27,7 @@ SWITCHES = ("cache", "channels_last", "sdpa", "fused")
 
 
 class Encoded:
-    """In place of the cache: the mean (0) or standard deviation (1) of a row, encoded when it is asked for."""
+    """Replaces the latent cache: encodes the mean (part 0) or standard deviation (part 1) of a row on access."""
 
     def __init__(self, encoder, rows, pairs, part):
         self.encoder, self.rows, self.pairs, self.part = encoder, rows, pairs, part
@@ -40,7 +40,7 @@ class Encoded:
 
 
 def make_batches(args, settings):
-    """Return the dataset.Batches of the run."""
+    """Return the dataset.Batches of a run of train.py."""
     rows = read_manifest(Path(args.work_dir) / "posteriors")["images"]
     num_class = sum(variant is None for _, variant in rows)
     num_instance = len({path for path, variant in rows if variant is not None})
@@ -58,7 +58,7 @@ def make_batches(args, settings):
 
 
 def main(args):
-    """Train, and log every few steps."""
+    """Train and log the loss."""
     set_up_torch("cpu", args.num_threads)
     settings = read_json(Path(args.work_dir) / "run.json")["settings"]
     modules = load_models(args.model_dir, ("text_encoder", "unet"), torch.float32)
@@ -92,11 +92,11 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work_dir", required=True, help="of a run of train.py with prior preservation")
-    parser.add_argument("--model_dir", required=True, help="its base model")
-    parser.add_argument("--max_train_steps", type=int, default=40, help="steps of one pair")
+    parser.add_argument("--work_dir", required=True, help="work folder of a run of train.py with prior preservation")
+    parser.add_argument("--model_dir", required=True, help="base model of that run")
+    parser.add_argument("--max_train_steps", type=int, default=40, help="optimizer steps, of one pair each")
     parser.add_argument("--log_every", type=int, default=5, help="steps between lines of the log")
-    parser.add_argument("--log", required=True, help="file for them")
-    parser.add_argument("--num_threads", type=int, default=2, help="of PyTorch")
-    parser.add_argument("--without", nargs="*", choices=SWITCHES, default=[], help="what is left out")
+    parser.add_argument("--log", required=True, help="file to append the losses to")
+    parser.add_argument("--num_threads", type=int, default=2, help="threads of PyTorch")
+    parser.add_argument("--without", nargs="*", choices=SWITCHES, default=[], help="optimizations to disable")
     main(parser.parse_args())

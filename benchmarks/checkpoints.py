@@ -1,6 +1,6 @@
-"""How long a checkpoint holds up the steps, and how long it goes on beside them, at a given size of the UNet.
+"""Measure how long saving a checkpoint blocks training, and how long it continues in the background.
 
-The weights are random; they and AdamW's two averages are written as train.py does, to --folder.
+Writes random UNet weights and AdamW's two moments to --folder in the same way as train.py.
 
     python -m benchmarks.checkpoints --block_out_channels 160 320 640 640 --repeats 5
 """
@@ -21,7 +21,7 @@ from training import checkpoints
 
 
 def main(args):
-    """Save a few checkpoints; print medians, then one JSON line."""
+    """Save the checkpoints; print medians, then one JSON line."""
     unet = UNet2DConditionModel(block_out_channels=args.block_out_channels).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(unet.parameters(), fused=True)
     for parameter in unet.parameters():
@@ -48,7 +48,8 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--block_out_channels", type=int, nargs=4, default=[160, 320, 640, 640], help="of the UNet")
-    parser.add_argument("--repeats", type=int, default=5, help="checkpoints")
-    parser.add_argument("--folder", help="where they are written; default: where temporary files are")
+    channels = [160, 320, 640, 640]
+    parser.add_argument("--block_out_channels", type=int, nargs=4, default=channels, help="channels of the UNet blocks")
+    parser.add_argument("--repeats", type=int, default=5, help="checkpoints to save")
+    parser.add_argument("--folder", help="folder to write to; default: the system's folder for temporary files")
     main(parser.parse_args())

@@ -1,6 +1,8 @@
-"""What train.py --compile is worth: seconds of a step as it is and compiled, of the compiler, and when it pays.
+"""Measure train.py --compile: seconds per step with and without it, and the steps after which it pays off.
 
-python -m benchmarks.compile --model_dir models/emoji-64
+Prints the times, then one JSON line.
+
+    python -m benchmarks.compile --model_dir models/emoji-64
 """
 
 import argparse
@@ -9,7 +11,7 @@ import os
 import statistics
 import time
 
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # an earlier run's work would count as none
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile from scratch, whatever an earlier run has cached
 
 import torch
 
@@ -32,7 +34,7 @@ def step_seconds(model, batch, count):
 
 
 def main(args):
-    """Measure, print, and end in one JSON line."""
+    """Measure, print the times, then one JSON line."""
     set_up_torch("cpu")
     modules = load_models(args.model_dir, ("text_encoder", "unet"), torch.float32)
     modules["unet"].to(memory_format=torch.channels_last)
@@ -52,6 +54,6 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_dir", default="models/emoji-64", help="model that learns")
-    parser.add_argument("--steps", type=int, default=15, help="steps each way")
+    parser.add_argument("--model_dir", default="models/emoji-64", help="model to train")
+    parser.add_argument("--steps", type=int, default=15, help="steps to measure with and without compilation")
     main(parser.parse_args())

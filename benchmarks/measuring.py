@@ -1,4 +1,4 @@
-"""What the measurements share: raw data of noise, made as they need it, and the speed of a training by its log."""
+"""Helpers of the benchmarks: synthetic raw data, running a script, its speed from its log, and its memory."""
 
 import contextlib
 import io
@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-LOG_EVERY = 5  # steps, of the trainings that are measured
+LOG_EVERY = 5  # steps, in the runs that are measured
 MODEL, SUBJECT = "models/emoji-64", "assets/subject"  # embedded
 INSTANCE_PROMPT, CLASS_PROMPT = "a 3d emoji of a unqtkn cat", "a 3d emoji of a cat"
 PROMPTS = ("--instance_prompt", INSTANCE_PROMPT, "--class_prompt", CLASS_PROMPT)
 
 
 def write_data(folder, num_rows, size, seed=0):
-    """Write Parquet files of 1,000 rows: PNG bytes of `size` pixels a side, made of coarse noise, and captions."""
+    """Write Parquet files of 1,000 rows each: PNG bytes of coarse noise, `size` pixels a side, and captions."""
     folder.mkdir()
     rng = np.random.default_rng(seed)
     for start in range(0, num_rows, 1000):
@@ -47,7 +47,7 @@ def run(script, *arguments):
 
 
 def follow(log, steps, script, *arguments):
-    """Run a script until its log shows the last of `steps`, and kill it; return the seconds to each of them."""
+    """Run a script until its log shows the last of `steps`, then kill it; return the seconds to each of these steps."""
     seen, started = {}, time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
         running = psutil.Popen(
@@ -67,7 +67,7 @@ def follow(log, steps, script, *arguments):
 
 
 def end_tree(process):
-    """Kill a process and all that it started, and wait until they are gone."""
+    """Kill a process and all its children, and wait until they have ended."""
     tree = [process, *process.children(recursive=True)]
     for each in tree:
         with contextlib.suppress(psutil.Error):
@@ -76,7 +76,7 @@ def end_tree(process):
 
 
 def tree_memory(process):
-    """Return the bytes that a process and its children hold, by name; shared memory counts once (PSS)."""
+    """Return the memory in bytes of a process and its children, by name; shared memory is counted once (PSS)."""
     held = Counter()
     for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
@@ -86,7 +86,7 @@ def tree_memory(process):
 
 
 def peak_memory(command):
-    """Run a script of the project; return ({process: MB} of its tree at its peak, the largest first, seconds)."""
+    """Run a script; return ({process: MB} when the process tree uses most memory, largest first, seconds)."""
     start, peak = time.monotonic(), Counter()
     running = psutil.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, cwd=ROOT)
     while running.poll() is None:
@@ -98,6 +98,6 @@ def peak_memory(command):
 
 
 def rate(log, first, last, script, *arguments):
-    """Run a script; return its steps a second between two steps that its log shows."""
+    """Run a script; return its steps per second between two steps in its log."""
     begin, end = follow(log, (first, last), script, *arguments)
     return (last - first) / (end - begin)

@@ -1,8 +1,8 @@
-"""What memory train.py takes for Stable Diffusion 1.x at 512 pixels on a GPU: a calculation, as no GPU was at hand.
+"""Estimate the GPU memory of train.py for Stable Diffusion 1.x at 512 pixels; needs no GPU.
 
-Counts weights, gradients and AdamW's averages of UNet and text encoder, the bf16 copies that autocast keeps, and what a
-forward pass saves for the backward pass, by running it in bf16 on the meta device; attention counts as fused, which
-saves no matrix of weights. Norms that autocast computes in float32, libraries' buffers and fragments come on top.
+Counts weights, gradients and AdamW's moments of the UNet and text encoder, autocast's bf16 copies, and the activations
+that a forward pass in bf16 on the meta device saves for the backward pass, with fused attention. It does not count
+norms that autocast computes in float32, buffers of libraries, and fragmentation.
 
     python -m benchmarks.memory --train_batch_size 1
 """
@@ -16,12 +16,12 @@ from diffusers import UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
 CARDS = (16, 24, 80)  # GB
-FREE = 0.92  # share of a card that is left beside CUDA's own and fragments
+FREE = 0.92  # share of a card's memory that CUDA and fragmentation leave
 TOKENS, PIXELS = 77, 512
 
 
 def make_modules(checkpointing):
-    """Return Stable Diffusion 1.x's UNet and text encoder without memory for their weights."""
+    """Return Stable Diffusion 1.x's UNet and text encoder on the meta device, without memory for their weights."""
     with torch.device("meta"):
         unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
         text = CLIPTextConfig(
@@ -35,7 +35,7 @@ def make_modules(checkpointing):
 
 
 def saved_bytes(unet, text_encoder, rows):
-    """Return the bytes that the forward pass of a batch of `rows` keeps for the backward pass, weights apart."""
+    """Return the bytes that a forward pass of `rows` rows saves for the backward pass, without the weights."""
     weights = {id(parameter) for module in (unet, text_encoder) for parameter in module.parameters()}
     saved = {}
 
@@ -44,7 +44,7 @@ def saved_bytes(unet, text_encoder, rows):
         is_attention = height >= TOKENS and width in (height, TOKENS)  # feature maps are smaller
         if id(tensor) not in weights and not is_attention:
             storage = tensor.untyped_storage()
-            saved[storage._cdata] = (storage.nbytes(), tensor)  # kept alive, so that no address comes twice
+            saved[storage._cdata] = (storage.nbytes(), tensor)  # the tensor, so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -57,7 +57,7 @@ def saved_bytes(unet, text_encoder, rows):
 
 
 def main(args):
-    """Print the parts and the sums, and which cards hold them, then one JSON line."""
+    """Print the parts, their sums and the cards that they fit on, then one JSON line."""
     diffusers.utils.logging.set_verbosity_error()
     rows, results = 2 * args.train_batch_size, []
     for trains_text in (True, False):
@@ -86,5 +86,5 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train_batch_size", type=int, default=1, help="pairs")
+    parser.add_argument("--train_batch_size", type=int, default=1, help="pairs of images per batch")
     main(parser.parse_args())

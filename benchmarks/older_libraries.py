@@ -1,9 +1,10 @@
-"""Does a model folder load and draw alike with older libraries? The same prompt and seed here and there.
+"""Check that older releases of the libraries load a model folder and draw the same pictures as the current ones.
 
-Makes a virtual environment of OLDER, which takes minutes and a few GB, unless --python names one. Without --model_dir
-four models are compared: the embedded one, what train.py makes of it with and without its text encoder, and what it
-makes of a tiny model that the older libraries saved. Prints a line a model and one of JSON. Exits with 1 where a weight
-is missing or has other numbers, the safety checker disagrees, or a pixel differs by more than --max_difference.
+Creates a virtual environment with OLDER, which takes minutes and a few GB, unless --python names one. Without
+--model_dir it compares four models: the embedded one, that one tuned by train.py with and without its text encoder, and
+a tuned version of a tiny model saved by the older libraries. Prints a line per model, then one JSON line. Exits with
+code 1 if weights are missing or differ, if the safety checker disagrees, or if a pixel differs by more than
+--max_difference.
 
     python -m benchmarks.older_libraries --model_dir models/emoji-64
     python -m benchmarks.older_libraries
@@ -25,11 +26,11 @@ from benchmarks.measuring import CLASS_PROMPT, MODEL, PROMPTS, ROOT, SUBJECT, ru
 OLDER = ("transformers==4.57.1", "diffusers==0.35.*", "accelerate==1.*")
 PLAIN = "-m", "benchmarks.plain_diffusers"
 TRAIN = ("--num_workers", 0, "--max_train_steps", 20, "--log_every", 1)
-STEPS = 20  # of a picture
+STEPS = 20  # denoising steps per picture
 
 
 def make_environment(folder):
-    """Make a virtual environment of OLDER, and of the torch that runs here, and return its Python."""
+    """Create a virtual environment with OLDER and the current version of torch; return its Python."""
     venv.create(folder, with_pip=True)
     python = Path(folder, "bin", "python")
     torch = importlib.metadata.version("torch").split("+")[0]
@@ -38,7 +39,7 @@ def make_environment(folder):
 
 
 def plain(python, *arguments):
-    """Run plain_diffusers.py with a Python and return the JSON it prints."""
+    """Run plain_diffusers.py with the given Python and return the JSON that it prints."""
     done = subprocess.run([python, *PLAIN, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{PLAIN[1]} {arguments} ended with {done.returncode} under {python}: {done.stderr[-2000:]}")
@@ -46,7 +47,7 @@ def plain(python, *arguments):
 
 
 def compare(pythons, model_dir, prompt, seed, folder):
-    """Return what differs between two Pythons that load a model and draw: pictures, weights, the safety checker."""
+    """Return the `difference` between the results of two Pythons that load a model and draw with it."""
     facts, pictures = [], []
     for number, python in enumerate(pythons):
         output = Path(folder, f"{number}.npy")
@@ -57,7 +58,7 @@ def compare(pythons, model_dir, prompt, seed, folder):
 
 
 def difference(facts, pictures):
-    """Return what differs between two results of plain_diffusers.draw and their pictures [N, H, W, 3]."""
+    """Return the differences between two results of plain_diffusers.draw and their pictures [N, H, W, 3]."""
     here, there = (fact["weights"] for fact in facts)
     names = sorted(here.keys() | there.keys())
     return {
@@ -69,13 +70,13 @@ def difference(facts, pictures):
 
 
 def is_alike(found, max_difference):
-    """Return whether a model is the same to both: all but the rounding of its pixels."""
+    """Return whether there is no difference except for rounding of the pixels."""
     same = not found["missing"] and not found["other_weights"] and len(set(found["flagged"])) == 1
     return same and found["largest_difference"] <= max_difference
 
 
 def make_models(older, folder):
-    """Return {what it is: (folder, prompt)} of the models to compare, trained where they are to be."""
+    """Return {description: (folder, prompt)} of the models to compare; trains those that need it."""
     plain(older, "save", "--model_dir", folder / "tiny")
     subject = ("--instance_images_dir", ROOT / SUBJECT, "--class_images_dir", ROOT / SUBJECT)
     made = {
@@ -93,7 +94,7 @@ def make_models(older, folder):
 
 
 def main(args):
-    """Compare the models, print what differs, and return the exit code."""
+    """Compare the models, print the differences, and return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         older = args.python or make_environment(folder / "older")
@@ -110,9 +111,9 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_dir", help="model folder to compare; default: four, some of them trained for it")
-    parser.add_argument("--python", help="python of an environment with the older libraries; default: one is made")
-    parser.add_argument("--prompt", help="what to draw; default: a prompt that the model knows")
+    parser.add_argument("--model_dir", help="model folder to compare; default: four models")
+    parser.add_argument("--python", help="Python of an environment with the older libraries; default: create one")
+    parser.add_argument("--prompt", help="prompt to draw; default: one that the model knows")
     parser.add_argument("--seed", type=int, default=0, help="seed of the pictures")
-    parser.add_argument("--max_difference", type=int, default=2, help="of a pixel's 255 values, by rounding")
+    parser.add_argument("--max_difference", type=int, default=2, help="largest difference of a pixel value, of 255")
     sys.exit(main(parser.parse_args()))

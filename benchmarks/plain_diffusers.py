@@ -1,8 +1,8 @@
-"""What a person does with Diffusers alone, whatever release this Python has; older_libraries.py runs it under two.
+"""Use a model folder with Diffusers only, in whatever release is installed; older_libraries.py runs this with two.
 
-Imports nothing of the project. `draw` loads a model folder as its card says, saves pictures of one prompt and prints
-JSON: the releases, the weights that the files lack, the pictures that the safety checker flags, and a sha256 of the
-numbers of each component's weights. `save` writes a tiny model as the first Stable Diffusion models were.
+Imports nothing from the project. `draw` loads a model folder as its card describes, saves pictures of one prompt and
+prints JSON: the releases, missing weights, the number of pictures that the safety checker flags, and a sha256 of each
+component's weights. `save` writes a tiny model with the components of Stable Diffusion 1.4.
 
     python -m benchmarks.plain_diffusers draw --model_dir models/emoji-64 --output pictures.npy
     python -m benchmarks.plain_diffusers save --model_dir data/tiny
@@ -24,7 +24,7 @@ LENGTH, SIDE = 24, 16  # tokens of a prompt, pixels a side, of the tiny model
 
 
 def draw(model_dir, prompt, seed, num_images, num_inference_steps, output):
-    """Save pictures [N, H, W, 3] of a prompt and return what is to be known of how they came about."""
+    """Save pictures [N, H, W, 3] of a prompt; return releases, missing weights, flagged pictures and weight hashes."""
     pipeline = diffusers.DiffusionPipeline.from_pretrained(model_dir, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(seed)
@@ -47,13 +47,13 @@ def draw(model_dir, prompt, seed, num_images, num_inference_steps, output):
 
 
 def digest(module):
-    """Return one sha256 of the numbers of a module's weights, whatever their names and order."""
+    """Return one sha256 of a module's weights, independent of their names and order."""
     digests = sorted(hashlib.sha256(tensor.numpy()).hexdigest() for tensor in module.state_dict().values())
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def save_tiny_model(folder):
-    """Save a StableDiffusionPipeline of random weights with all that version 1.4 has, in its proportions."""
+    """Save a StableDiffusionPipeline with random weights and all components of version 1.4."""
     torch.manual_seed(0)
     block = {"norm_num_groups": 4, "layers_per_block": 1}
     vae = diffusers.AutoencoderKL(
@@ -85,7 +85,7 @@ def save_tiny_model(folder):
 
 
 def make_text_parts():
-    """Return a text encoder, and a tokenizer that knows letters and digits alone."""
+    """Return a text encoder, and a tokenizer of single characters."""
     letters = [*"abcdefghijklmnopqrstuvwxyz0123456789,.!?-"]
     tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +121,7 @@ def transformer():
 
 
 def main(args):
-    """Do what is asked and print one JSON line."""
+    """Draw or save, and print one JSON line."""
     if args.what == "save":
         print(json.dumps(save_tiny_model(args.model_dir)))
         return
@@ -131,11 +131,11 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("draw", "save"), help="draw with a model, or save a tiny one")
-    parser.add_argument("--model_dir", required=True, help="the model's folder")
-    parser.add_argument("--prompt", default="a 3d emoji of a cat", help="what to draw")
+    parser.add_argument("what", choices=("draw", "save"), help="draw with a model, or save a tiny model")
+    parser.add_argument("--model_dir", required=True, help="model folder to draw with, or to write")
+    parser.add_argument("--prompt", default="a 3d emoji of a cat", help="prompt to draw")
     parser.add_argument("--seed", type=int, default=0, help="seed of the pictures")
     parser.add_argument("--num_images", type=int, default=4, help="pictures to draw")
-    parser.add_argument("--num_inference_steps", type=int, default=20, help="denoising steps a picture")
+    parser.add_argument("--num_inference_steps", type=int, default=20, help="denoising steps per picture")
     parser.add_argument("--output", help=".npy file for the pictures")
     sys.exit(main(parser.parse_args()))

@@ -1,6 +1,8 @@
-"""Does preprocess.py's memory grow with its data? Peak memory of the whole process tree at two sizes of data.
+"""Measure the peak memory of preprocess.py, over its whole process tree, for data sets of different sizes.
 
-python -m benchmarks.preprocess_memory --rows 2000 20000 --num_workers 1
+Prints a table, then one JSON line.
+
+    python -m benchmarks.preprocess_memory --rows 2000 20000 --num_workers 1
 """
 
 import argparse
@@ -29,8 +31,8 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[2000, 20000], help="sizes of the data")
-    parser.add_argument("--size", type=int, default=96, help="pixels a side of the raw images")
-    parser.add_argument("--model_dir", default="models/emoji-64", help="model that encodes")
-    parser.add_argument("--num_workers", type=int, default=1, help="as of preprocess.py")
+    parser.add_argument("--rows", type=int, nargs="+", default=[2000, 20000], help="number of rows in each data set")
+    parser.add_argument("--size", type=int, default=96, help="side length in pixels of the raw images")
+    parser.add_argument("--model_dir", default="models/emoji-64", help="model to encode with")
+    parser.add_argument("--num_workers", type=int, default=1, help="actors of preprocess.py; 0: without Ray")
     main(parser.parse_args())

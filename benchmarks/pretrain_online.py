@@ -1,6 +1,8 @@
-"""How many images a second pretrain.py trains on, from Parquet latents and from raw data (--online), in turn.
+"""Compare the speed of pretrain.py on Parquet latents and on raw data (--online), in images per second.
 
-python -m benchmarks.pretrain_online --steps 42 --repeats 5
+Runs both alternately; prints the speed of each run, then one JSON line.
+
+    python -m benchmarks.pretrain_online --steps 42 --repeats 5
 """
 
 import argparse
@@ -16,7 +18,7 @@ from benchmarks.measuring import LOG_EVERY, ROOT, rate, write_data
 
 
 def measure(folder, flags, args):
-    """Return the images a second of one run, between its tenth step and its last."""
+    """Return the images per second of one run, between its tenth and its last step."""
     output = Path(folder) / f"run-{time.time_ns()}"
     flags = [*flags, "--model_dir", args.model_dir, "--output_dir", output, "--max_steps", args.steps]
     flags += ["--batch_size_per_worker", args.batch_size, "--num_workers", args.num_workers, "--log_every", LOG_EVERY]
@@ -25,7 +27,7 @@ def measure(folder, flags, args):
 
 
 def main(args):
-    """Measure both in turn, print a table, then one JSON line."""
+    """Measure both alternately, print a table, then one JSON line."""
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder) / "raw", args.rows, args.size)
         command = [sys.executable, "preprocess.py", "--input", f"{folder}/raw", "--output_dir", f"{folder}/latents"]
@@ -45,11 +47,11 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=42, help="of a run, the first ten apart; 16 are a chunk of data")
-    parser.add_argument("--repeats", type=int, default=5, help="of both ways")
-    parser.add_argument("--rows", type=int, default=2000, help="of the data")
-    parser.add_argument("--size", type=int, default=96, help="pixels a side of the raw images")
-    parser.add_argument("--batch_size", type=int, default=16, help="rows a worker takes")
+    parser.add_argument("--steps", type=int, default=42, help="optimizer steps; the first ten are not measured")
+    parser.add_argument("--repeats", type=int, default=5, help="runs on latents and on raw data")
+    parser.add_argument("--rows", type=int, default=2000, help="rows of the data set")
+    parser.add_argument("--size", type=int, default=96, help="side length in pixels of the raw images")
+    parser.add_argument("--batch_size", type=int, default=16, help="rows per worker and step")
     parser.add_argument("--model_dir", default="models/emoji-64", help="model whose UNet is trained")
-    parser.add_argument("--num_workers", type=int, default=0, help="as of pretrain.py")
+    parser.add_argument("--num_workers", type=int, default=0, help="workers of pretrain.py; 0: without Ray")
     main(parser.parse_args())

@@ -1,6 +1,7 @@
-"""Make a pipeline of random weights in Stable Diffusion's proportions that a CPU can step: 128 pixels, 4x16x16 latents.
+"""Make a pipeline with random weights and the proportions of Stable Diffusion that is small enough to train on a CPU.
 
-As in Stable Diffusion at 512 pixels, encoding an image takes some 31 % of a training step that does not cache it.
+It takes 128 pixels (4x16x16 latents). As with Stable Diffusion at 512 pixels, encoding an image takes about 31 % of a
+training step without a latent cache.
 
     python -m benchmarks.proportional_model --output_dir data/proportional
 """
@@ -17,7 +18,7 @@ UNET_CHANNELS = (64, 96, 160, 160)
 
 
 def make_model(folder):
-    """Save the pipeline; its tokenizer is that of the embedded model."""
+    """Save the pipeline, with the tokenizer of the embedded model."""
     import torch
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
@@ -53,7 +54,7 @@ def make_model(folder):
 
 
 def measure(folder, repeats=7):
-    """Return the median seconds of (encoding a pair of images, the rest of a training step)."""
+    """Return the median seconds to encode a pair of images, and of the rest of a training step."""
     import torch
     from diffusers import StableDiffusionPipeline
 

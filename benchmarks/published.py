@@ -1,8 +1,8 @@
-"""DreamBooth as it was published for Ray, written from its description: the other side of the measurements.
+"""A reimplementation of Ray's published DreamBooth example from its description, as the baseline of the benchmarks.
 
-Training: the VAE encodes in every step, text encoder and UNet have a DDP each, Ray Data hands out pairs, and every step
-is reported to Ray. Pictures: one prompt is one work item of an actor pool, drawn one picture at a time. In float32,
-since bfloat16 is slow on CPUs.
+Training: the VAE encodes at every step, the text encoder and the UNet are wrapped in separate DDP modules, Ray Data
+provides the pairs, and every step is reported to Ray. Drawing: each prompt is one item of an actor pool, drawn one
+picture at a time. Computes in float32, since bfloat16 is slow on CPUs.
 
     python -m benchmarks.published train --model_dir M --instance_images_dir I --class_images_dir C --output_dir O
     python -m benchmarks.published images --model_dir M --prompts P --num_samples_per_prompt 20 --output_dir O
@@ -35,8 +35,8 @@ def parse_args():
     parser.add_argument("--class_prompt", default="a 3d emoji of a cat")
     parser.add_argument("--lr", type=float, default=5e-6)
     parser.add_argument("--max_train_steps", type=int, default=20)
-    parser.add_argument("--log_every", type=int, default=5, help="steps between the lines that are timed")
-    parser.add_argument("--report_every", type=int, default=1, help="steps between reports to Ray; 0: none")
+    parser.add_argument("--log_every", type=int, default=5, help="steps between lines of the log")
+    parser.add_argument("--report_every", type=int, default=1, help="steps between reports to Ray; 0: no reports")
     parser.add_argument("--prompts", action="append", default=[])
     parser.add_argument("--num_samples_per_prompt", type=int, default=4)
     parser.add_argument("--num_inference_steps", type=int, default=50)
@@ -45,7 +45,7 @@ def parse_args():
 
 
 def load_pairs(args):
-    """Return the rows of the training set: the photos repeated until there are as many as class images."""
+    """Return the rows of the training set, with the photos repeated to match the number of class images."""
     folders = [find_images(folder, "")[0] for folder in (args.instance_images_dir, args.class_images_dir)]
     side = model_resolution(args.model_dir)
     instances, classes = ([to_pixel_values(read_image(path), side) for path in folder] for folder in folders)
@@ -122,7 +122,7 @@ def train(args):
 
 
 class Drawer:
-    """The actor that draws all the pictures of a prompt, one after another."""
+    """Draws all pictures of a prompt, one after another; runs in an actor."""
 
     def __init__(self, options):
         import torch

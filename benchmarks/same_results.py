@@ -1,8 +1,8 @@
-"""Show that a change to the code does not change results: run the scripts of two revisions and compare what they write.
+"""Check that a change to the code does not change results: run the scripts of two revisions and compare their output.
 
-Checks out the earlier revision beside this tree, runs the same commands in both with this Python, and compares the
-weights of train.py and pretrain.py, the latents of preprocess.py, the pictures of run_model.py and the measures of
-evaluate.py, bit by bit. The last line is JSON; the exit code is 1 if anything differs.
+Checks out the earlier revision into a temporary folder, runs the same commands there and here with this Python, and
+compares bit by bit the weights of train.py and pretrain.py, the latents of preprocess.py, the pictures of run_model.py
+and the measures of evaluate.py. The last line is JSON; the exit code is 1 if anything differs.
 
     python -m benchmarks.same_results --before HEAD~1
     python -m benchmarks.same_results --before main --num_workers 1 --steps 50
@@ -27,7 +27,7 @@ PREFIX = ("output_dir", "report", "drawn", "settings", "details")  # of evaluati
 
 
 def commands(data, out, steps, num_workers):
-    """Return [(script, flags)] of a small job of every script; data: raw images; out: folder of its results."""
+    """Return (script, flags) of a small job for each script; data: folder of raw images; out: folder for results."""
     draw = ("--num_inference_steps", 10, "--guidance_scale", 3, "--num_workers", num_workers)
     eight, shown = ("--prompts", CLASS_PROMPT, "--num_samples_per_prompt", 8), ("--validation_prompts", CLASS_PROMPT)
     images = ("--instance_images_dir", SUBJECT, "--class_images_dir", out / "class")
@@ -48,14 +48,14 @@ def commands(data, out, steps, num_workers):
 
 
 def run(tree, script, flags):
-    """Run a script of a tree to its end."""
+    """Run a script of a source tree and wait for it."""
     done = subprocess.run([sys.executable, script, *map(str, flags)], cwd=tree, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{tree}: {script} ended with {done.returncode}: {done.stderr[-2000:]}")
 
 
 def read_results(out):
-    """Return {name: array or JSON} of all that the scripts wrote under `out` and that is to stay the same."""
+    """Return {name: array or JSON} of the results under `out` that must not change."""
     found = {}
     for path in sorted(out.rglob("*.safetensors")):
         found |= {f"{path.relative_to(out)}:{name}": tensor for name, tensor in load_file(path).items()}
@@ -69,7 +69,7 @@ def read_results(out):
 
 
 def is_equal(one, other):
-    """Return whether two results are equal to the last bit."""
+    """Return whether two results are bit-equal."""
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     return one == other
@@ -100,7 +100,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", default="HEAD", help="revision to compare this tree with")
+    parser.add_argument("--before", default="HEAD", help="revision to compare the working tree with")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of train.py and pretrain.py")
     parser.add_argument("--num_workers", type=int, default=0, help="Ray workers and actors; 0: without Ray")
     main(parser.parse_args())

@@ -1,8 +1,8 @@
-"""Which sampler, and how many steps? Pictures of one prompt from the same seeds, each way, beside those of 250 steps.
+"""Compare samplers and numbers of steps with a reference of 250 steps, on pictures of one prompt with the same seeds.
 
-Prints for each way the seconds a picture, the root mean square difference (of 255) to the picture of 250 steps with the
-same seed, and the distance of the whole set from that of 250 steps: the unbiased squared MMD of CLIP embeddings under
-the polynomial kernel (KID, arXiv 1801.01401); 0 is none, and `another prompt` shows what a large one is.
+Prints for each sampler the seconds per picture, the root mean square difference (of 255) to the reference picture with
+the same seed, and the distance between the sets of pictures: the unbiased squared MMD of CLIP embeddings with a
+polynomial kernel (KID, arXiv 1801.01401). The row `another prompt` shows a large distance.
 
     python -m benchmarks.samplers --output data/samplers.png
 """
@@ -23,11 +23,11 @@ from utils import image_seed
 
 REFERENCE = ("model", 250)
 WAYS = (("model", 50), ("model", 25), ("model", 12), ("dpm++", 25), ("dpm++", 20), ("dpm++", 12))
-SHOWN = 8  # pictures of each way
+SHOWN = 8  # pictures per sampler
 
 
 def draw(pipeline, args, prompt, sampler, steps):
-    """Return (pictures [N, H, W, 3], seconds a picture)."""
+    """Return (pictures [N, H, W, 3], seconds per picture)."""
     seeds, images = [image_seed(0, index) for index in range(args.num_images)], []
     start = time.perf_counter()
     for first in range(0, len(seeds), args.batch_size):
@@ -38,7 +38,7 @@ def draw(pipeline, args, prompt, sampler, steps):
 
 
 def embed(encoder, pictures):
-    """Return the embeddings [N, D] of length 1 of pictures [N, H, W, 3]."""
+    """Return the embeddings [N, D], scaled to unit length, of pictures [N, H, W, 3]."""
     files = []
     for picture in pictures:
         Image.fromarray(picture).save(file := io.BytesIO(), "PNG")
@@ -58,7 +58,7 @@ def squared_mmd(one, other):
 
 
 def main(args):
-    """Draw, measure, print a table and one JSON line."""
+    """Draw, measure, print a table, then one JSON line."""
     set_up_torch("cpu")
     pipeline = load_pipeline(args.model_dir, torch.float32)
     encoder = Encoder(args.clip_model)
@@ -83,12 +83,12 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_dir", default="models/emoji-64", help="model that draws")
-    parser.add_argument("--clip_model", default="models/emoji-clip", help="folder of the CLIP that compares")
-    parser.add_argument("--prompt", default="a 3d emoji of a cat", help="what is drawn")
-    parser.add_argument("--other_prompt", default="a 3d emoji of a dog", help="for a distance to compare with")
-    parser.add_argument("--num_images", type=int, default=40, help="pictures of each way")
-    parser.add_argument("--batch_size", type=int, default=10, help="pictures at a time")
-    parser.add_argument("--guidance_scale", type=float, default=3.0, help="weight of the prompt")
-    parser.add_argument("--output", required=True, help="picture: a row a way, the first is that of 250 steps")
+    parser.add_argument("--model_dir", default="models/emoji-64", help="model to draw with")
+    parser.add_argument("--clip_model", default="models/emoji-clip", help="folder of the CLIP model to compare with")
+    parser.add_argument("--prompt", default="a 3d emoji of a cat", help="prompt to draw")
+    parser.add_argument("--other_prompt", default="a 3d emoji of a dog", help="prompt of the row `another prompt`")
+    parser.add_argument("--num_images", type=int, default=40, help="pictures to draw with each sampler")
+    parser.add_argument("--batch_size", type=int, default=10, help="pictures to draw at a time")
+    parser.add_argument("--guidance_scale", type=float, default=3.0, help="scale of classifier-free guidance")
+    parser.add_argument("--output", required=True, help="image file: a row per sampler, the reference first")
     main(parser.parse_args())

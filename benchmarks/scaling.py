@@ -1,10 +1,10 @@
-"""What a step of train.py costs as images, steps and workers grow, measured here, and on paper for up to 64 workers.
+"""Measure how the time of a step of train.py scales with images, steps and workers, and model it for up to 64 workers.
 
-Measured, embedded model: steps/s with 10 to 160 class images, early and late in a run, and of one and two workers of
-one thread. The model of a step: its work, linear in the pairs of a batch, plus what the average of the gradients takes
-that does not hide behind the backward pass. A ring sends 2 (n - 1) / n times the gradients' bytes from each of n
-workers, in 2 (n - 1) hops a bucket. The work and the wire's speed are fitted to the measurements; for Stable Diffusion
-1.x on GPUs they are calculated: floating-point operations at an assumed utilisation, the nominal speed of links.
+Measures the embedded model: steps/s with 10 to 160 class images, early and late in a run, and with one and two workers
+of one thread. The model of a step is compute time, linear in the pairs of a batch, plus the part of the gradient
+all-reduce that does not overlap with the backward pass. In a ring, each of n workers sends 2 (n - 1) / n times the
+bytes of the gradients in 2 (n - 1) hops per bucket. Compute time and bandwidth are fitted to the measurements; for
+Stable Diffusion 1.x on GPUs they follow from FLOPs at an assumed utilisation and the nominal bandwidth of the links.
 
     python -m benchmarks.scaling --repeats 5 --output data/scaling.png
 """
@@ -23,16 +23,16 @@ from benchmarks.measuring import LOG_EVERY, MODEL, PROMPTS, ROOT, SUBJECT, follo
 
 IMAGES = (10, 40, 160)  # class images
 THIRDS = ("steps 10 to 100", "steps 100 to 200", "steps 200 to 300")
-PAIRS = (1, 2)  # of a batch
+PAIRS = (1, 2)  # per batch
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
-BUCKET = 25 * 2**20  # bytes, DDP's
+BUCKET = 25 * 2**20  # bytes of a DDP bucket
 # Stable Diffusion 1.x at 512 pixels: TFLOP of a pair, forward and backward; the weights of UNet and text encoder.
 GPU = {"tflop": 2 * 2.407, "tflops": 312, "utilisation": 0.4, "weights": 859_520_964 + 123_060_480}
-LINKS = {"NVLink, 200 GB/s": (200e9, 5e-6), "100 Gbit/s": (12.5e9, 20e-6)}  # a worker to the next: bytes/s, s a hop
+LINKS = {"NVLink, 200 GB/s": (200e9, 5e-6), "100 Gbit/s": (12.5e9, 20e-6)}  # bytes/s, seconds per hop
 THIS_CPU = "this CPU"
 CPU_PAIRS = (1, 2, 4)
-BACKWARD = 2 / 3  # of a step's work, behind which the average hides on a GPU; a CPU has no core to spare
-# What is changed where the curve bends: (pairs of a batch, batches of a step, bytes of a gradient)
+BACKWARD = 2 / 3  # share of the compute time that overlaps with the all-reduce on a GPU; none does on a CPU
+# Ways to improve the efficiency: (pairs per batch, batches per step, bytes per gradient)
 REMEDIES = {
     "1 pair": (1, 1, 4),
     "1 pair, --reduce_dtype bf16": (1, 1, 2),
@@ -47,7 +47,7 @@ REMEDIES = {
 
 
 def make_images(folder, count):
-    """Make a folder of `count` images of noise; what they show does not matter to the speed."""
+    """Make a folder of `count` images of noise: the speed does not depend on their content."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     for number in range(count):
@@ -73,7 +73,7 @@ class Runs:
 
 
 def measure(runs, repeats):
-    """Return {what: [steps/s, ...]}, all taken in turn."""
+    """Return {measurement: [steps/s, ...]}, all measured alternately."""
     found = {}
     for _ in range(repeats):
         for count in IMAGES:
@@ -89,18 +89,18 @@ def measure(runs, repeats):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# On paper
+# Modelled
 
 
 def average_seconds(workers, weights, bytes_each, bytes_a_second, hop):
-    """Return (seconds, bytes that a worker sends) of the average of the gradients over a ring."""
+    """Return (seconds, bytes that each worker sends) of a ring all-reduce of the gradients."""
     size = weights * bytes_each
     sent = 2 * (workers - 1) / workers * size
     return sent / bytes_a_second + 2 * (workers - 1) * hop * -(-size // BUCKET), sent
 
 
 def efficiency(workers, work, weights, wire, hop, hides=0.0, batches=1, bytes_each=4):
-    """Return the share of its time that a worker works; work: seconds of a batch, of which `batches` make a step.
+    """Return the share of its time that a worker computes; work: seconds per batch, with `batches` batches per step.
 
     hides: the share of a batch's work behind which the average may hide.
     """
@@ -110,7 +110,7 @@ def efficiency(workers, work, weights, wire, hop, hides=0.0, batches=1, bytes_ea
 
 
 def fit(medians, weights):
-    """Return (seconds a step, seconds a pair, bytes/s of the wire) of the measured steps/s of one and two workers."""
+    """Return (seconds per step, seconds per pair, bytes/s between workers), fitted to measured steps/s."""
     one, two = ([1 / medians[f"{count} workers of {pairs} pairs"] for pairs in PAIRS] for count in (1, 2))
     pair = (one[1] - one[0]) / (PAIRS[1] - PAIRS[0])
     waits = [max(1e-3, b - a) for a, b in zip(one, two, strict=True)]
@@ -123,7 +123,7 @@ def count_pairs(pairs):
 
 
 def curves(medians, weights):
-    """Return {name: [efficiency for each of WORKERS]}: of this machine's CPU workers, and of GPUs by REMEDIES."""
+    """Return {name: [efficiency for each of WORKERS]} for CPU workers of this machine, and for GPUs with REMEDIES."""
     step, pair, wire = fit(medians, weights)
     found = {
         f"{THIS_CPU}: {count_pairs(pairs)}": [efficiency(n, step + pairs * pair, weights, wire, 1e-4) for n in WORKERS]
@@ -137,7 +137,7 @@ def curves(medians, weights):
 
 
 def draw(found, medians, path):
-    """Draw the curves, a panel for each link, and the measured points among them."""
+    """Plot the curves, one panel per link, and the measured points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -157,7 +157,7 @@ def draw(found, medians, path):
     for pairs in PAIRS:
         measured = medians[f"2 workers of {pairs} pairs"] / medians[f"1 workers of {pairs} pairs"]
         axes[0].plot([2], [measured], "o", label=f"measured, {count_pairs(pairs)}", color=f"C{CPU_PAIRS.index(pairs)}")
-    for axis in axes[:2]:  # the third has the colours of the second
+    for axis in axes[:2]:  # the third uses the colours of the second
         axis.legend(fontsize=8, loc="best")
     axes[0].set_ylabel("efficiency of a step")
     figure.tight_layout()
@@ -165,14 +165,14 @@ def draw(found, medians, path):
 
 
 def count_weights():
-    """Return the number of trained weights of the embedded model."""
+    """Return the number of trainable weights of the embedded model."""
     from pipelines.model_folder import count_weights
 
     return sum(count_weights(ROOT / MODEL / name) for name in ("unet", "text_encoder"))
 
 
 def main(args):
-    """Measure, fit, print tables and one JSON line, and draw the curves."""
+    """Measure, fit, plot the curves, and print tables, then one JSON line."""
     if args.measured:
         found = json.loads(Path(args.measured).read_text().splitlines()[-1])["steps_a_second"]
     else:
@@ -197,7 +197,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="of each measurement")
-    parser.add_argument("--measured", help="what an earlier run printed: takes its measurements")
-    parser.add_argument("--output", required=True, help="picture of the curves")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each measurement")
+    parser.add_argument("--measured", help="file with the output of an earlier run whose measurements are reused")
+    parser.add_argument("--output", required=True, help="image file to plot the curves to")
     main(parser.parse_args())

@@ -1,7 +1,7 @@
-"""Do DDP and each FSDP sharding train alike, and does a run survive a worker's death and another number of workers?
+"""Check that DDP and each FSDP sharding train alike, and recover from a killed worker or a change in their number.
 
-Trains the embedded model's UNet on two workers with each, 20 steps; kills a worker at step 11; and lets one worker go
-on from a checkpoint of two, on other rows: what it sees depends on the number of workers.
+Trains the embedded model's UNet for 20 steps on two workers with each strategy, kills a worker at step 11, and resumes
+a checkpoint of two workers with one, on other rows, since the rows depend on the number of workers.
 
     python -m benchmarks.shardings
 """
@@ -40,7 +40,7 @@ def read_weights(output):
 
 
 def pretrain(args, data, output, *flags, kill=False, num_workers=2, steps=STEPS):
-    """Run pretrain.py, with a SIGKILL of one of its workers on the way if `kill` says so; return its output folder."""
+    """Run pretrain.py and return its output folder; `kill`: SIGKILL one of its workers during the run."""
     command = [sys.executable, "pretrain.py", "--data", data, "--model_dir", args.model_dir, "--output_dir", output,
                "--init_from_pretrained", "--max_steps", steps, "--batch_size_per_worker", 8 // num_workers,
                "--lr_warmup_steps", 5, "--log_every", 1, "--checkpointing_steps", 5, "--num_workers", num_workers,
@@ -60,7 +60,7 @@ def pretrain(args, data, output, *flags, kill=False, num_workers=2, steps=STEPS)
 
 
 def largest_difference(one, other):
-    """Return the largest difference of the losses of two runs, step by step."""
+    """Return the largest difference between the losses of two runs at the same step."""
     one, other = read_losses(one), read_losses(other)
     assert one.keys() == other.keys() == set(range(1, STEPS + 1)), (len(one), len(other))
     return max(abs(one[step] - other[step]) for step in one)
@@ -99,5 +99,6 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_dir", default="models/emoji-64", help="model whose UNet is trained")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="the first is compared with")
+    ways_help = "strategies to compare with the first of them"
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help=ways_help)
     main(parser.parse_args())

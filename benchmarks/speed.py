@@ -1,7 +1,7 @@
-"""How fast each part is beside what one would use instead: ratios of two commands run in turn on the same inputs.
+"""Compare the speed of each script with its alternatives, as the ratio of two commands on the same inputs.
 
-Every row runs its two commands alternately, --repeats times each; it prints medians, the ratio's median and its spread.
-The last line is one JSON object. On two CPU cores all rows take about an hour and a half.
+Each row runs its two commands alternately, --repeats times each, and prints their medians and the median and range of
+the ratio. The last line is JSON. All rows take about an hour and a half on two CPU cores.
 
     python -m benchmarks.speed --only train_published_embedded --repeats 5
     python -m benchmarks.speed
@@ -41,7 +41,7 @@ from benchmarks.measuring import (
 
 
 class Inputs:
-    """A model, class images that it drew, and a place for what the sides write; made as they are asked for."""
+    """A model, class images that it drew, and a folder for the outputs of both sides, made on first use."""
 
     def __init__(self, folder, model_dir, num_class_images=20):
         self.folder, self.model_dir, self.runs = Path(folder), model_dir, 0
@@ -50,18 +50,18 @@ class Inputs:
             "--num_samples_per_prompt", num_class_images, "--num_inference_steps", 4, "--num_workers", 0)  # fmt: skip
 
     def new(self):
-        """Return a path for a run's output that is not taken."""
+        """Return a new path for the output of a run."""
         self.runs += 1
         return self.folder / f"run-{self.runs}"
 
     def training_flags(self):
-        """Return the flags that both sides of a training share."""
+        """Return the training flags that both sides share."""
         folders = ("--instance_images_dir", SUBJECT, "--class_images_dir", self.class_images)
         return ("--model_dir", self.model_dir, *folders, *PROMPTS, "--log_every", LOG_EVERY)
 
 
 def train(inputs, steps, *flags):
-    """Return train.py's steps a second."""
+    """Return the steps per second of train.py."""
     output = inputs.new()
     arguments = ("--output_dir", output, "--max_train_steps", steps, *inputs.training_flags(), *flags)
     keep = "--keep_checkpoints"  # and the latent cache, for the bare loop
@@ -69,21 +69,21 @@ def train(inputs, steps, *flags):
 
 
 def train_as_published(inputs, steps, *flags):
-    """Return the published loop's steps a second."""
+    """Return the steps per second of the published loop."""
     output = inputs.new()
     arguments = ("train", "--output_dir", output, "--max_train_steps", steps, *inputs.training_flags(), *flags)
     return rate(output / "log.jsonl", LOG_EVERY * 2, steps, "-m", "benchmarks.published", *arguments)
 
 
 def train_bare(inputs, steps, work_dir):
-    """Return the bare loop's steps a second."""
+    """Return the steps per second of the bare loop."""
     log = Path(f"{inputs.new()}.jsonl")
     flags = ("--work_dir", work_dir, "--model_dir", inputs.model_dir, "--max_train_steps", steps, "--log", log)
     return rate(log, LOG_EVERY * 2, steps, "-m", "benchmarks.bare", *flags)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rows: each yields (ours, theirs) once a repeat, in units a second
+# Rows: each yields (ours, theirs) once per repeat, in units per second
 
 
 def train_published_embedded(args, folder):
@@ -106,7 +106,7 @@ def train_published_proportional(args, folder, *flags):
 
 
 def train_published_silent(args, folder):
-    """The same over the published loop without its report to Ray in every step, which waits up to two seconds."""
+    """The same, without the published loop's report to Ray at every step, which waits up to two seconds."""
     yield from train_published_proportional(args, folder, "--report_every", 0)
 
 
@@ -132,7 +132,7 @@ def two_workers(args, folder):
 
 
 def draw_rates(args, folder, *sides):
-    """Yield the images/s of each of `sides`, (script, flags), once a repeat: 20 steps, the time of the start apart."""
+    """Yield the images/s of each of `sides`, (script, flags), once per repeat: 20 steps, without start-up."""
     sampler = ("--num_inference_steps", 20, "--guidance_scale", 3)
     for repeat in range(args.repeats):
         rates = []
@@ -147,19 +147,19 @@ def draw_rates(args, folder, *sides):
 
 
 def class_images(args, folder):
-    """Class images/s of run_model.py in batches over the published way, one at a time; one actor, equal sampler."""
+    """Class images/s of run_model.py in batches over the published script's one at a time; one actor, same sampler."""
     ours = ("run_model.py", "--batch_size", 10, "--num_workers", 1)
     yield from draw_rates(args, folder, ours, ("-m", "benchmarks.published", "images", "--cpus_per_worker", 2))
 
 
 def class_images_single(args, folder):
-    """The same over run_model.py itself with a batch of one."""
+    """The same over run_model.py with a batch size of 1."""
     ours = [("run_model.py", "--batch_size", size, "--num_workers", 1) for size in (10, 1)]
     yield from draw_rates(args, folder, *ours)
 
 
 def whole_job(args, folder):
-    """Jobs/s, start-up and all: 40 class images, 60 steps, 8 pictures of the subject, over the published way."""
+    """Whole jobs/s over the published scripts: start-up, 40 class images, 60 steps, 8 pictures of the subject."""
     sampler = ("--num_inference_steps", 20, "--guidance_scale", 3)
     for repeat in range(args.repeats):
         seconds = []
@@ -181,7 +181,7 @@ def whole_job(args, folder):
 
 
 class Peer:
-    """diffusers' train_dreambooth.py at --peer, with flags that match ours; it wants a base model in float32."""
+    """Runs of diffusers' train_dreambooth.py at --peer with equivalent flags; it needs a base model in float32."""
 
     def __init__(self, args, inputs, resolution=64):
         import torch
@@ -199,7 +199,7 @@ class Peer:
         self.command += ["--lr_scheduler", "constant"]
 
     def follow(self, steps):
-        """Run it until its progress bar shows the last of `steps`; return the seconds to each of them."""
+        """Run it until its progress bar shows the last of `steps`; return the seconds to each of these steps."""
         flags = ("--max_train_steps", steps[-1] + LOG_EVERY, "--output_dir", self.inputs.new())
         seen, text, started = {}, "", time.monotonic()
         with psutil.Popen(
@@ -238,7 +238,7 @@ def peer_proportional(args, folder):
 
 
 def peer_start(args, folder):
-    """Ten steps from the command on, a second, embedded model: imports, models, our cache of latents, ten steps."""
+    """Steps/s of the first ten steps from the start of the command, embedded model: imports, latent cache, training."""
     inputs = Inputs(folder, MODEL)
     theirs = Peer(args, inputs)
     for _ in range(args.repeats):
@@ -267,7 +267,7 @@ ROWS = {
 
 
 def main(args):
-    """Measure the rows, print a table line for each, then one JSON line."""
+    """Measure the rows, print a line for each, then one JSON line."""
     results = {}
     for name in args.only or [name for name in ROWS if not name.startswith("peer") or args.peer]:
         folder = Path(tempfile.mkdtemp(prefix="speed-"))
@@ -294,6 +294,6 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(ROWS), help="rows to measure; default: all")
-    parser.add_argument("--repeats", type=int, default=5, help="of both sides of a row")
-    parser.add_argument("--peer", help="path of diffusers' train_dreambooth.py, to be measured too")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each command of a row")
+    parser.add_argument("--peer", help="path of diffusers' train_dreambooth.py, to measure it too")
     main(parser.parse_args())

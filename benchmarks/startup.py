@@ -1,7 +1,7 @@
-"""Where the time of a command goes, part by part, and its memory, process by process, with Ray and without.
+"""Measure the time of each phase of a command, and the memory of each of its processes, with and without Ray.
 
-Seen from outside: when Ray's first process is there, when an actor or worker is, when the cache of latents, the first
-and the last image or line of the log, the result. Draws the parts as bars. The memory is that of one more run.
+Phases are observed from outside: they end when Ray's first process, an actor or worker, the latent cache, the first and
+the last image or log line, or the result appears. Plots the phases as bars. Memory is measured in an additional run.
 
     python -m benchmarks.startup --repeats 5 --output data/startup.png
 """
@@ -23,7 +23,7 @@ IMAGES, STEPS = 40, 100
 
 
 def process_named(name):
-    """Return a mark: whether a process of the command's tree has `name` in its command line."""
+    """Return a mark: a function that tells whether a process of the command has `name` in its command line."""
 
     def is_there(running):
         for child in running.children(recursive=True):
@@ -38,12 +38,12 @@ def process_named(name):
 
 
 def files(folder, pattern, count=1):
-    """Return a mark: whether `folder` holds so many files."""
+    """Return a mark: a function that tells whether `folder` holds `count` files."""
     return lambda running: sum(1 for _ in folder.glob(pattern)) >= count
 
 
 def lines(log, count):
-    """Return a mark: whether a log has so many lines."""
+    """Return a mark: a function that tells whether a log has `count` lines."""
     return lambda running: log.exists() and log.read_bytes().count(b"\n") >= count
 
 
@@ -51,7 +51,7 @@ RAY = {"python, flags, checks": process_named("raylet"), "Ray, an actor": proces
 
 
 def watch(command, parts):
-    """Run a command; return the seconds that each of `parts`, {name: mark of its end}, took, and its own end."""
+    """Run a command; return ({phase: seconds}, seconds in total); parts: {phase: mark of its end}."""
     seconds, start = {}, time.monotonic()
     with psutil.Popen([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.DEVNULL) as running:
         for name, mark in parts.items():
@@ -99,7 +99,7 @@ def commands(folder, model_dir):
 
 
 def draw(medians, path):
-    """Draw a bar for each command, of its parts one after another."""
+    """Plot a bar for each command, stacked from its phases."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,7 +124,7 @@ def draw(medians, path):
 
 
 def main(args):
-    """Measure all in turn; print a table of medians, then one JSON line, and draw them."""
+    """Measure all commands alternately; plot the medians, and print a table of them, then one JSON line."""
     found = {}
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="of each command")
-    parser.add_argument("--model_dir", default=MODEL, help="model that draws and learns")
-    parser.add_argument("--output", required=True, help="picture of the parts")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each command")
+    parser.add_argument("--model_dir", default=MODEL, help="model to draw with and to train")
+    parser.add_argument("--output", required=True, help="image file to plot the phases to")
     main(parser.parse_args())
