@@ -1,1 +1,1 @@
-"""How the embedded models were made."""
+"""The scripts that made the embedded models."""

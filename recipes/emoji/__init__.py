@@ -1,1 +1,1 @@
-"""From openly licensed emoji to models/emoji-64 and models/emoji-clip: make.sh runs all steps."""
+"""Makes models/emoji-64 and models/emoji-clip from openly licensed emoji: make.sh runs all steps."""

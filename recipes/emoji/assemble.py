@@ -1,7 +1,7 @@
-"""Put together what pretrain.py starts from: our VAE, text encoder and tokenizer, and a UNet of random weights.
+"""Assemble the pipeline that pretrain.py starts from: trained VAE, text encoder and tokenizer, and a random UNet.
 
-Older releases of transformers read it too: they know the text encoder's weights by the names that `write_module` gives
-them, and a tokenizer by vocab.json and merges.txt.
+Older releases of transformers can read it too: the names of the text encoder's weights are those of `write_module`, and
+the tokenizer has a vocab.json and a merges.txt.
 
     python -m recipes.emoji.assemble --vae_dir data/emoji/vae --clip_dir data/emoji/clip \\
         --output_dir data/emoji/start
@@ -39,8 +39,8 @@ SCHEDULER = {  # zero terminal SNR: plain backgrounds of any colour (arXiv 2305.
 def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
-    parser.add_argument("--vae_dir", required=True, help="what train_vae.py wrote")
-    parser.add_argument("--clip_dir", required=True, help="what train_clip.py wrote")
+    parser.add_argument("--vae_dir", required=True, help="output directory of train_vae.py")
+    parser.add_argument("--clip_dir", required=True, help="output directory of train_clip.py")
     parser.add_argument("--output_dir", required=True, help="folder for the pipeline")
     parser.add_argument("--seed", type=cli.seed, default=0, help="seed of the UNet's weights")
     cli.add_shared_flags(parser)
@@ -48,7 +48,7 @@ def parse_args(argv=None):
 
 
 def main(args):
-    """Load the parts, make the UNet, and publish the pipeline."""
+    """Load the trained parts, initialize the UNet, and publish the pipeline."""
     import torch
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTokenizer

@@ -1,4 +1,4 @@
-"""Draw a picture of each prompt of a file, with fixed seeds, into one sheet: what a model can do at a glance.
+"""Draw one picture for each prompt in a file, with fixed seeds, and put them on a contact sheet.
 
 python -m recipes.emoji.contact_sheet --model_dir models/emoji-64 --output sheet.png
 """
@@ -20,19 +20,23 @@ PROMPTS_FILE = Path(__file__).with_suffix(".txt")
 def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
-    parser.add_argument("--model_dir", required=True, help="Diffusers pipeline")
-    parser.add_argument("--output", required=True, help="PNG file to write; one that is there is replaced")
-    parser.add_argument("--checkpoint", help="checkpoint of pretrain.py whose UNet draws; its ema folder draws better")
-    parser.add_argument("--prompts_file", default=str(PROMPTS_FILE), help="text file with one prompt a line")
+    parser.add_argument("--model_dir", required=True, help="folder of a Diffusers pipeline")
+    parser.add_argument("--output", required=True, help="PNG file to write or replace")
+    parser.add_argument(
+        "--checkpoint", help="checkpoint of pretrain.py to take the UNet from, preferably its ema folder"
+    )
+    parser.add_argument("--prompts_file", default=str(PROMPTS_FILE), help="text file with one prompt per line")
     parser.add_argument("--num_inference_steps", type=cli.positive_int, default=30, help="denoising steps")
-    parser.add_argument("--guidance_scale", type=cli.non_negative_float, default=3.0, help="classifier-free guidance")
+    parser.add_argument(
+        "--guidance_scale", type=cli.non_negative_float, default=3.0, help="classifier-free guidance scale"
+    )
     parser.add_argument("--seed", type=cli.seed, default=0, help="seed of the pictures")
     cli.add_shared_flags(parser)
     return parser.parse_args(argv)
 
 
 def read_prompts(path):
-    """Return the prompts of a file, one a line."""
+    """Return the prompts of a file with one prompt per line."""
     try:
         prompts = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -44,7 +48,7 @@ def read_prompts(path):
 
 
 def wrap(text, font):
-    """Return the lines of a text that fit a cell's width, CAPTION_LINES of them at most."""
+    """Return a text wrapped to the width of a cell, as at most CAPTION_LINES lines."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -56,7 +60,7 @@ def wrap(text, font):
 
 
 def make_sheet(images, prompts):
-    """Return a Pillow image: the pictures at CELL pixels a side, each with its prompt below, COLUMNS of them a row."""
+    """Return a Pillow image of all pictures, CELL pixels a side, with their prompts below, in COLUMNS columns."""
     font = ImageFont.load_default(FONT_SIZE)
     height = CELL + CAPTION_LINES * LINE + 2 * GAP
     num_rows = -(-len(images) // COLUMNS)
@@ -71,7 +75,7 @@ def make_sheet(images, prompts):
 
 
 def draw_prompts(pipeline, prompts, seed, **sampler):
-    """Return a picture of each prompt; its noise depends on the seed and its place in the list alone."""
+    """Return one picture for each prompt; its noise depends only on the seed and the number of the prompt."""
     from pipelines.loading import draw_images
 
     images = []

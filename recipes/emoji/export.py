@@ -1,4 +1,4 @@
-"""Write the embedded model: the pre-trained pipeline in float16, its contact sheet and its card.
+"""Export the pre-trained pipeline as the embedded model: float16 weights, a contact sheet and a model card.
 
 python -m recipes.emoji.export --model_dir data/emoji/base --output_dir models/emoji-64
 """
@@ -23,11 +23,11 @@ SEED = 0
 def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
-    parser.add_argument("--model_dir", required=True, help="what pretrain.py wrote")
-    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
-    parser.add_argument("--vae_dir", required=True, help="what train_vae.py wrote")
-    parser.add_argument("--clip_dir", required=True, help="what train_clip.py wrote")
-    parser.add_argument("--note", default="", help="what else the card is to say of how the UNet was trained")
+    parser.add_argument("--model_dir", required=True, help="output directory of pretrain.py")
+    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the downloaded archives")
+    parser.add_argument("--vae_dir", required=True, help="output directory of train_vae.py")
+    parser.add_argument("--clip_dir", required=True, help="output directory of train_clip.py")
+    parser.add_argument("--note", default="", help="text about the training of the UNet to add to the model card")
     parser.add_argument("--output_dir", required=True, help="folder for the embedded model")
     cli.add_shared_flags(parser)
     return parser.parse_args(argv)
@@ -87,7 +87,7 @@ The nine cat faces among Fluent's smileys were never shown to the UNet. Flags, s
 
 
 def main(args):
-    """Convert, draw the contact sheet, and publish."""
+    """Convert the weights, draw the contact sheet, and publish the model."""
     import torch
 
     set_up_torch("cpu")

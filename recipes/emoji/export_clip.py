@@ -1,4 +1,4 @@
-"""Write the embedded CLIP, which measures pictures of the embedded model: what train_clip.py made, and its card.
+"""Export the output of train_clip.py, with a model card, as the embedded CLIP, which evaluates the embedded model.
 
 python -m recipes.emoji.export_clip --clip_dir data/emoji/clip --output_dir models/emoji-clip
 """
@@ -17,14 +17,14 @@ LARGEST = 5_000_000  # bytes of all files
 def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
-    parser.add_argument("--clip_dir", required=True, help="what train_clip.py wrote")
+    parser.add_argument("--clip_dir", required=True, help="output directory of train_clip.py")
     parser.add_argument("--output_dir", required=True, help="folder for the embedded CLIP")
     cli.add_shared_flags(parser)
     return parser.parse_args(argv)
 
 
 def card(log, num_weights):
-    """Return the README.md of the embedded CLIP; log: what train_clip.py measured."""
+    """Return the README.md of the embedded CLIP; log: the measurements of train_clip.py."""
     return f"""---
 library_name: transformers
 license: apache-2.0
@@ -62,7 +62,7 @@ seen in another style.
 
 
 def main(args):
-    """Copy the CLIP without the place where it was made, write its card, and publish both."""
+    """Copy the CLIP without the path in its configuration, write its card, and publish both."""
     clip_dir = Path(args.clip_dir)
     log = folders.read_json(clip_dir / "log.json")
     if folders.read_manifest(clip_dir, deep=True) is None or not log:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make models/emoji-64 and models/emoji-clip from nothing: recipes/emoji/make.sh runs all steps, or goes on where it was
-# stopped. About six hours on two CPU cores, most of them in steps 2 and 6; recipes/emoji/make.sh 3 runs one step.
-# The UNet that is committed was found in several runs, as its card says; step 6 is the last of them, from nothing.
+# Make models/emoji-64 and models/emoji-clip from scratch: recipes/emoji/make.sh runs all steps, or resumes where it
+# stopped; recipes/emoji/make.sh 3 runs one step. Takes about six hours on two CPU cores, mostly in steps 2 and 6.
+# The committed UNet is the result of several runs, as its card says; step 6 is the last of them, from scratch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -1,6 +1,6 @@
-"""Draw the pictures and captions that the UNet of the embedded model learns from, as Parquet files.
+"""Make the training data of the embedded model's UNet: pictures and captions, as Parquet files.
 
-Columns: image (a PNG of 64x64 RGB pixels), caption, and key, a readable name of the row.
+Columns: image (PNG of 64x64 RGB pixels), caption, and key (a readable name of the row).
 
     python -m recipes.emoji.make_dataset --output_dir data/emoji/raw --rows_per_picture 2
     python -m recipes.emoji.make_dataset --output_dir data/emoji/raw
@@ -16,8 +16,8 @@ from recipes.emoji.pictures import ALSO, BACKGROUNDS, STYLES
 from utils import row_rng
 
 ROWS_PER_FILE, ROWS_PER_GROUP = 2000, 500
-WHITE_SHARE = 0.4  # of the rows
-NAMES_COLOUR, NAMES_WHITE = 0.85, 0.3  # how often a caption names its background
+WHITE_SHARE = 0.4  # share of the rows on white
+NAMES_COLOUR, NAMES_WHITE = 0.85, 0.3  # how often a caption names a coloured, or a white, background
 STATES_STYLE = 0.85
 OTHER_NAME = 0.25
 DRAW, SHUFFLE = 120, 121  # streams of random numbers
@@ -26,16 +26,16 @@ DRAW, SHUFFLE = 120, 121  # streams of random numbers
 def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
-    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
+    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the downloaded archives")
     parser.add_argument("--output_dir", required=True, help="folder for the Parquet files")
-    parser.add_argument("--rows_per_picture", type=cli.positive_int, default=60, help="rows of each emoji")
-    parser.add_argument("--seed", type=cli.seed, default=0, help="seed of places, backgrounds, captions and order")
+    parser.add_argument("--rows_per_picture", type=cli.positive_int, default=60, help="rows per emoji")
+    parser.add_argument("--seed", type=cli.seed, default=0, help="seed of positions, backgrounds, captions and order")
     cli.add_shared_flags(parser)
     return parser.parse_args(argv)
 
 
 def make_row(picture, index, rng):
-    """Return {"image": PNG bytes, "caption", "key"}: row `index` of a picture."""
+    """Return row `index` of a picture as {"image": PNG bytes, "caption", "key"}."""
     background = "white"
     if rng.random() >= WHITE_SHARE:
         background = rng.choice([name for name in BACKGROUNDS if name != "white"])
@@ -52,7 +52,7 @@ def make_row(picture, index, rng):
 
 
 def write_files(rows, num_rows, folder):
-    """Write `num_rows` rows as pictures-00000-of-00005.parquet and so on."""
+    """Write `num_rows` rows to pictures-00000-of-00005.parquet and further files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -66,7 +66,7 @@ def write_files(rows, num_rows, folder):
 
 
 def main(args):
-    """Draw every row, in shuffled order, and publish the folder."""
+    """Draw all rows in shuffled order and publish the folder."""
     output_dir = Path(args.output_dir)
     settings = {"rows_per_picture": args.rows_per_picture, "seed": args.seed}
     manifest = folders.read_manifest(output_dir)

@@ -1,6 +1,6 @@
-"""The pictures of the recipe: fetched from package registries at pinned versions, checked, and captioned.
+"""The emoji of the recipe: downloads them from package registries at pinned versions, checks and captions them.
 
-python -m recipes.emoji.pictures --cache_dir data/emoji      # fetches 180 MB once, says what it found
+python -m recipes.emoji.pictures --cache_dir data/emoji      # downloads 180 MB once, prints what it finds
 """
 
 import argparse
@@ -48,7 +48,7 @@ ARCHIVES = {  # name: (address, sha512)
 PHOTOS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png", "hubble_deep_field.jpg",
           "grass.png", "gravel.png", "brick.png")  # fmt: skip  # public domain or CC0
 
-# What the UNet learns to draw, in one style. The nine cat faces among the smileys are not: something new to learn.
+# What the UNet learns to draw, in one style. It excludes the nine cat-face smileys, which remain unknown subjects.
 DRAWN = """
     dog face, dog, poodle, cat face, cat, black cat, lion, tiger face, tiger, leopard, fox, wolf, raccoon, horse face,
     horse, unicorn, zebra, deer, moose, cow face, cow, pig face, pig, camel, giraffe, elephant, rhinoceros, mouse face,
@@ -66,7 +66,7 @@ DRAWN = """
     violin, trumpet, saxophone, drum, robot, ghost, alien, clown face
 """
 DRAWN_LABELS = {" ".join(label.split()) for label in DRAWN.split(",")}
-NAMES = {  # what people say
+NAMES = {  # common names
     "automobile": "car",
     "deciduous tree": "tree",
     "evergreen tree": "pine tree",
@@ -80,7 +80,7 @@ NAMES = {  # what people say
     "baby chick": "chick",
     "musical keyboard": "piano",
 }
-ALSO = {  # and what they say as well
+ALSO = {  # further common names
     "airplane": "plane",
     "bicycle": "bike",
     "car": "red car",
@@ -121,7 +121,7 @@ BACKGROUNDS = {  # RGB
 
 @dataclass(frozen=True)
 class Picture:
-    """An emoji in one style: RGBA pixels [H, W, 4] uint8, its label in the data set, and what else it is called."""
+    """An emoji in one style: RGBA pixels [H, W, 4] uint8, its label in the data set, and its other names."""
 
     style: str
     hexcode: str
@@ -135,7 +135,7 @@ class Picture:
 
 
 def fetch(name, cache_dir):
-    """Return the path of an archive, fetched where it is not there yet; its sha512 must be the pinned one."""
+    """Return the path of an archive, downloaded if it is missing; its sha512 must match the pinned one."""
     address, sha512 = ARCHIVES[name]
     path = Path(cache_dir) / address.rpartition("/")[2]
     if not path.exists():
@@ -151,7 +151,7 @@ def fetch(name, cache_dir):
 
 
 def read_members(archive, wanted):
-    """Yield (path, bytes) of the files of a .tgz for whose path `wanted` is true."""
+    """Yield (path, bytes) of the files in a .tgz for which `wanted(path)` is true."""
     with tarfile.open(archive) as tar:
         for member in tar:
             if member.isfile() and wanted(member.name):
@@ -170,7 +170,7 @@ def read_labels(cache_dir):
 
 
 def load_pictures(cache_dir, styles=tuple(STYLES)):
-    """Return the Pictures of some styles, 64 to 128 pixels a side, in the order of their code points."""
+    """Return the Pictures of some styles, 64 to 128 pixels a side, sorted by code point."""
     labels = read_labels(cache_dir)
     codes = {hexcode.replace("-fe0f", ""): hexcode for hexcode in labels}
     pictures = []
@@ -188,7 +188,7 @@ def load_pictures(cache_dir, styles=tuple(STYLES)):
 
 
 def is_drawn(picture):
-    """Return whether the UNet is to learn a picture."""
+    """Return whether a picture is in the training data of the UNet."""
     return picture.style == "fluent" and picture.label in DRAWN_LABELS
 
 
@@ -209,7 +209,7 @@ def compose(picture, rng, background, size=64, centred=False):
 
 
 def with_article(words):
-    """Return words with "a" or "an" before them, by their sound; plurals and what is not counted stay as they are."""
+    """Return words with "a" or "an", by their sound; plurals and uncountable nouns are unchanged."""
     head = re.split(r" (?:with|of|in|on|over|and|holding|lifting|showing|blowing) ", words)[0]
     if re.search(NO_ARTICLE, head):
         return words
@@ -218,7 +218,7 @@ def with_article(words):
 
 
 def caption(style=None, name=None, background=None):
-    """Return "a 3d emoji of a cat face on a blue background", without the parts that are None.
+    """Return a caption such as "a 3d emoji of a cat face on a blue background", without the parts that are None.
 
     style: a value of STYLES; name: a name or another word for the picture; background: a key of BACKGROUNDS.
     """
@@ -229,7 +229,7 @@ def caption(style=None, name=None, background=None):
 
 
 def load_photos(cache_dir):
-    """Return a few free photographs, [H, W, 3] uint8 each, for the VAE to see more than drawings."""
+    """Return a few free photographs, [H, W, 3] uint8 each, so that the VAE does not learn from drawings only."""
     files = read_members(
         fetch("photos", cache_dir), lambda path: Path(path).name in PHOTOS and "/skimage/data/" in path
     )
@@ -237,7 +237,7 @@ def load_photos(cache_dir):
 
 
 def main(args):
-    """Fetch everything and say what there is."""
+    """Download everything and print a summary."""
     pictures = load_pictures(args.cache_dir)
     for style in STYLES:
         of_style = [picture for picture in pictures if picture.style == style]
@@ -247,5 +247,5 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache_dir", default="data/emoji", help="folder for the archives")
+    parser.add_argument("--cache_dir", default="data/emoji", help="folder to download the archives to")
     main(parser.parse_args())

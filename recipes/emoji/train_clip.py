@@ -1,7 +1,7 @@
 """Train the CLIP and the tokenizer of the embedded model: 64x64 pixels, 32 tokens, 1.8 million weights.
 
-Emoji of three styles on ten colours, and captions of them. Run it again to continue.
-OUTPUT_DIR/clip is a whole CLIPModel; text_encoder and tokenizer are what the pipeline takes of it.
+Trains on captioned emoji in three styles on ten background colours. To resume, run the same command again.
+OUTPUT_DIR/clip is a complete CLIPModel; text_encoder and tokenizer beside it are the parts that the pipeline uses.
 
     python -m recipes.emoji.train_clip --output_dir data/emoji/clip --max_train_steps 5
     python -m recipes.emoji.train_clip --output_dir data/emoji/clip
@@ -25,26 +25,26 @@ from training.optimizer import Optimizer
 from utils import row_rng
 
 VOCAB_SIZE = 2500
-MAX_TOKENS = 32  # of a prompt
+MAX_TOKENS = 32  # per prompt
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
-TWIN_SHARE = 1 / 4  # of a batch: pictures that it holds already, on another background
-RARE_TAG = 3  # emoji: a tag that more of them share names none of them
-STATED = {"style": 0.75, "name": 0.92, "background": 0.7}  # how often a caption has each part
-OTHER_WORD = 0.3  # of the names: a rare tag instead
+TWIN_SHARE = 1 / 4  # share of a batch that repeats its other pictures on different backgrounds
+RARE_TAG = 3  # largest number of emoji that share a tag for it to be used as a name
+STATED = {"style": 0.75, "name": 0.92, "background": 0.7}  # how often a caption states each part
+OTHER_WORD = 0.3  # share of names that are replaced by a rare tag
 HELD_OUT_SHARE = 0.1
-NUM_PATCHES, KEPT_SHARE = 64, 0.5  # training looks at half of each picture: half the time (arXiv 2212.00794)
-NUM_CHOICES = 16  # names to choose from when retrieval is measured
+NUM_PATCHES, KEPT_SHARE = 64, 0.5  # training sees half of the patches, in half the time (arXiv 2212.00794)
+NUM_CHOICES = 16  # names to choose from in the retrieval accuracy
 BATCH, ROW, PATCHES, HELD_OUT, MEASURE = range(110, 115)  # streams of random numbers
 
 
 def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
-    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
+    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the downloaded archives")
     parser.add_argument("--output_dir", required=True, help="folder for the result; checkpoints go to OUTPUT_DIR.work")
     parser.add_argument("--max_train_steps", type=cli.positive_int, default=2000, help="optimizer steps")
-    parser.add_argument("--train_batch_size", type=cli.positive_int, default=128, help="pictures and captions a step")
-    parser.add_argument("--lr", type=cli.positive_float, default=1e-3, help="learning rate; it falls as a cosine")
+    parser.add_argument("--train_batch_size", type=cli.positive_int, default=128, help="pictures and captions per step")
+    parser.add_argument("--lr", type=cli.positive_float, default=1e-3, help="peak learning rate of the cosine schedule")
     parser.add_argument("--checkpointing_steps", type=cli.positive_int, default=100, help="steps between checkpoints")
     parser.add_argument("--seed", type=cli.seed, default=0, help="seed of weights, pictures, captions and held-out set")
     cli.add_shared_flags(parser)
@@ -56,7 +56,7 @@ def parse_args(argv=None):
 
 
 def corpus(emoji):
-    """Return the texts that the tokenizer learns its words from."""
+    """Return the texts that the tokenizer is trained on."""
     texts = []
     for picture in emoji:
         words = (picture.name, picture.label, *picture.tags, *filter(None, [pictures.ALSO.get(picture.name)]))
@@ -66,7 +66,7 @@ def corpus(emoji):
 
 
 def train_tokenizer(texts):
-    """Return a CLIPTokenizer of about VOCAB_SIZE tokens: lowercase byte-level BPE as CLIP's, every byte a token."""
+    """Return a CLIPTokenizer of about VOCAB_SIZE tokens: lowercase byte-level BPE, with a token for every byte."""
     from tokenizers import trainers
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
@@ -77,7 +77,7 @@ def train_tokenizer(texts):
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - 2,
         initial_alphabet=letters,
-        special_tokens=ends,  # or they are numbered as the words come out of a hash table: other merges in each run
+        special_tokens=ends,  # else their numbers follow a hash table, and merges differ between runs
         end_of_word_suffix="</w>",
         show_progress=False,
     )
@@ -89,7 +89,7 @@ def train_tokenizer(texts):
 
 
 def make_clip(tokenizer):
-    """Return a CLIP with random weights for 64x64 pixels and the tokenizer's tokens."""
+    """Return a CLIP with random weights for 64x64 pixels and the vocabulary of the tokenizer."""
     from transformers import CLIPConfig, CLIPModel
 
     size = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "projection_dim": 128}
@@ -107,7 +107,7 @@ def make_clip(tokenizer):
 
 
 def embed_images(clip, pixel_values, kept=None):
-    """Return the pictures' unit vectors [B, 128] of pixels [B, 3, 64, 64] in [-1, 1].
+    """Return the embeddings [B, 128], at unit length, of pictures [B, 3, 64, 64] in [-1, 1].
 
     kept: [B, K] numbers of the patches to look at, all where it is None.
     """
@@ -123,13 +123,13 @@ def embed_images(clip, pixel_values, kept=None):
 
 
 def embed_texts(clip, tokenizer, texts):
-    """Return the captions' unit vectors [B, 128], read at the end token: padding after it changes nothing."""
+    """Return the embeddings [B, 128], at unit length, of captions, taken at the end token."""
     batch = tokenizer(texts, padding="longest", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
     return normalized(clip.text_projection(clip.text_model(input_ids=batch.input_ids).pooler_output))
 
 
 def normalized(vectors):
-    """Return vectors [B, D] at unit length."""
+    """Return vectors [B, D] scaled to unit length."""
     return vectors / vectors.norm(dim=-1, keepdim=True)
 
 
@@ -138,7 +138,7 @@ def normalized(vectors):
 
 
 def split_pictures(emoji, seed):
-    """Return (training pictures, held-out ones): a share of the pictures of the styles that are not 3d, by the seed."""
+    """Return (training pictures, held-out pictures); a random share of the styles other than 3d is held out."""
     others = [index for index, picture in enumerate(emoji) if STYLES[picture.style] != "3d"]
     order = row_rng(seed, HELD_OUT, 0, 0).permutation(others)
     held_out = set(order[: int(HELD_OUT_SHARE * len(others))].tolist())
@@ -146,12 +146,12 @@ def split_pictures(emoji, seed):
 
 
 def words_of(picture):
-    """Return all that a picture is called."""
+    """Return all names of a picture."""
     return {picture.name, pictures.ALSO.get(picture.name, picture.name), *picture.tags}
 
 
 class Batches:
-    """Pictures and captions: a function of (seed, step, row). Emoji differ within a batch but for the twins.
+    """Pictures and captions by (seed, step, row). All emoji in a batch differ, except for the twins.
 
     A twin is a picture that the batch holds already, on another background: colours must be told apart.
     """
@@ -163,7 +163,7 @@ class Batches:
         self.counts = Counter(tag for group in self.concepts.values() for tag in group[0].tags)
 
     def batch(self, step, size):
-        """Return (pixels, patches to look at, captions, matches) of a step.
+        """Return (pixels, patches to keep, captions, matches) of a step.
 
         [B, 3, 64, 64] in [-1, 1]; [B, K] patch numbers; B strings; [B, B], whether caption i fits picture j.
         """
@@ -178,7 +178,7 @@ class Batches:
         return torch.from_numpy(np.stack([values for *_, values in rows])), kept, texts, torch.tensor(matches)
 
     def _pick(self, step, size):
-        """Return the (picture, background) of each row, the twins last."""
+        """Return the (picture, background) of each row, with the twins last."""
         rng = row_rng(self.seed, BATCH, step, 0)
         groups, names = list(self.concepts.values()), list(BACKGROUNDS)
         num_twins = int(size * TWIN_SHARE)
@@ -204,19 +204,19 @@ class Batches:
         return picture, background, stated, draw(picture, rng, background)
 
     def _word(self, picture, rng):
-        """Return the picture's name, or now and then another word for it."""
+        """Return the name of a picture, or sometimes another word for it."""
         others = sorted(tag for tag in words_of(picture) - {picture.name} if self.counts[tag] <= RARE_TAG)
         return others[rng.integers(len(others))] if others and rng.random() < OTHER_WORD else picture.name
 
 
 def draw(picture, rng, background):
-    """Return [3, 64, 64] float32 in [-1, 1]: the picture on about the background's colour."""
+    """Return a picture on approximately the background's colour, [3, 64, 64] float32 in [-1, 1]."""
     colour = np.clip(BACKGROUNDS[background] + rng.integers(-8, 9, size=3), 0, 255)
     return to_pixel_values(pictures.compose(picture, rng, tuple(int(c) for c in colour)), 64)
 
 
 def fits(stated, shown):
-    """Return whether a caption's (style, word, background), None for what it leaves open, fits a picture's.
+    """Return whether a caption's (style, word, background), with None for unstated parts, fits a picture.
 
     shown: (style, all words for it, background).
     """
@@ -225,7 +225,7 @@ def fits(stated, shown):
 
 
 def contrastive_loss(logits, matches):
-    """Return (loss, accuracy): CLIP's loss, where all that fits is right in equal parts, and how often a top one fits.
+    """Return (loss, accuracy): CLIP's loss with equal targets for all that fit, and how often the best match fits.
 
     logits: [B, B] of captions and pictures; matches: [B, B] bool, whether caption i fits picture j.
     """
@@ -243,7 +243,7 @@ def contrastive_loss(logits, matches):
 
 
 def measure(clip, tokenizer, emoji, held_out, seed):
-    """Return how often a held-out picture's caption is the best: of NUM_CHOICES names, and of the backgrounds."""
+    """Return the retrieval accuracy on held-out pictures, among NUM_CHOICES names and among the backgrounds."""
     import torch
 
     names = sorted({picture.name for picture in emoji})
@@ -263,7 +263,7 @@ def measure(clip, tokenizer, emoji, held_out, seed):
 
 
 def save_models(clip, tokenizer, folder):
-    """Write clip/, and from it text_encoder/ and tokenizer/, in float16."""
+    """Write clip/, text_encoder/ and tokenizer/ in float16."""
     from transformers import CLIPImageProcessor
 
     processor = CLIPImageProcessor(size={"shortest_edge": 64}, crop_size=64, image_mean=[0.5] * 3, image_std=[0.5] * 3)
@@ -276,7 +276,7 @@ def save_models(clip, tokenizer, folder):
 
 
 def train(clip, tokenizer, batches, args, work_dir):
-    """Train from the newest checkpoint to the end and return the CLIP."""
+    """Train from the newest checkpoint to the last step and return the CLIP."""
     import torch
 
     step, folder = checkpoints.newest_checkpoint(work_dir)
@@ -310,7 +310,7 @@ def train(clip, tokenizer, batches, args, work_dir):
 
 
 def running_mean(mean, value):
-    """Return the mean moved a twentieth towards a value; the first value is its own mean."""
+    """Return the exponential moving average with weight 1/20, which starts at the first value."""
     return value if mean is None else mean + 0.05 * (value - mean)
 
 

@@ -1,6 +1,7 @@
-"""Train the VAE of the embedded model: 64x64 pixels to 4x16x16 latents, 0.65 million weights. Run it again to continue.
+"""Train the VAE of the embedded model: 64x64 pixels to 4x16x16 latents, 0.65 million weights.
 
-Whole emoji of three styles on random colours, and a third of crops of photographs.
+Two thirds of the pictures are emoji in three styles on random colours, one third are crops of photographs. To resume,
+run the same command again.
 
     python -m recipes.emoji.train_vae --output_dir data/emoji/vae --max_train_steps 5 --train_batch_size 2
     python -m recipes.emoji.train_vae --output_dir data/emoji/vae
@@ -24,18 +25,18 @@ from utils import row_rng
 
 PHOTO_SHARE = 1 / 3
 KL_WEIGHT = 1e-6
-FIRST_LOG_VARIANCE = -6.0  # of the posterior: nearly an autoencoder at first, or it learns the mean colour for long
+FIRST_LOG_VARIANCE = -6.0  # of the posterior; with a larger one it learns only the mean colour for a long time
 EMOJI, PHOTO = 100, 101  # streams of random numbers
 
 
 def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
-    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the archives")
+    parser.add_argument("--cache_dir", default="data/emoji", help="folder of the downloaded archives")
     parser.add_argument("--output_dir", required=True, help="folder for the VAE; checkpoints go to OUTPUT_DIR.work")
     parser.add_argument("--max_train_steps", type=cli.positive_int, default=16000, help="optimizer steps")
-    parser.add_argument("--train_batch_size", type=cli.positive_int, default=8, help="pictures a step")
-    parser.add_argument("--lr", type=cli.positive_float, default=6e-4, help="learning rate; it falls as a cosine")
+    parser.add_argument("--train_batch_size", type=cli.positive_int, default=8, help="pictures per step")
+    parser.add_argument("--lr", type=cli.positive_float, default=6e-4, help="peak learning rate of the cosine schedule")
     parser.add_argument("--checkpointing_steps", type=cli.positive_int, default=250, help="steps between checkpoints")
     parser.add_argument("--seed", type=cli.seed, default=0, help="seed of weights and pictures")
     cli.add_shared_flags(parser)
@@ -64,7 +65,7 @@ def make_vae():
 
 
 class Pixels:
-    """Training pictures: a function of (seed, step, row)."""
+    """Training pictures by (seed, step, row)."""
 
     def __init__(self, cache_dir, seed):
         self.emoji = pictures.load_pictures(cache_dir)
@@ -72,7 +73,7 @@ class Pixels:
         self.seed = seed
 
     def batch(self, step, size):
-        """Return [B, 3, 64, 64] float32 in [-1, 1]."""
+        """Return a batch [B, 3, 64, 64] float32 in [-1, 1]."""
         import torch
 
         return torch.from_numpy(np.stack([self._row(step, row) for row in range(size)]))
@@ -86,7 +87,7 @@ class Pixels:
             picture = self.emoji[rng.integers(len(self.emoji))]
             background = tuple(int(c) for c in rng.integers(256, size=3)) if rng.random() < 0.8 else (255, 255, 255)
             values = to_pixel_values(pictures.compose(picture, rng, background), 64)
-        return values[rng.permutation(3)] if rng.random() < 0.5 else values  # other colours of the same shapes
+        return values[rng.permutation(3)] if rng.random() < 0.5 else values  # the same shapes in other colours
 
     def _crop(self, rng):
         photo = self.photos[rng.integers(len(self.photos))]
@@ -96,7 +97,7 @@ class Pixels:
 
 
 def vae_loss(vae, pixel_values, generator):
-    """Return (loss, mean squared error): L1 + 2 MSE + 0.5 L1 of neighbours' differences + a little KL."""
+    """Return (loss, mean squared error); the loss is L1 + 2 MSE + 0.5 L1 of neighbour differences + weighted KL."""
     posterior = vae.encode(pixel_values).latent_dist
     output = vae.decode(posterior.sample(generator)).sample
     error = output - pixel_values
@@ -107,7 +108,7 @@ def vae_loss(vae, pixel_values, generator):
 
 
 def latents_std(vae, cache_dir, seed):
-    """Return the standard deviation of the latents of the pictures to draw: its inverse is the scaling factor."""
+    """Return the standard deviation of the latents of the UNet's pictures; its inverse is the scaling factor."""
     import torch
 
     drawn = [picture for picture in pictures.load_pictures(cache_dir, ("fluent",)) if pictures.is_drawn(picture)]
@@ -120,7 +121,7 @@ def latents_std(vae, cache_dir, seed):
 
 
 def main(args):
-    """Train from the newest checkpoint to the end, and publish the VAE with its scaling factor."""
+    """Train from the newest checkpoint to the last step, and publish the VAE with its scaling factor."""
     import torch
 
     output_dir, work_dir = Path(args.output_dir), Path(f"{args.output_dir}.work")
