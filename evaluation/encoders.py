@@ -101,7 +101,7 @@ def _has_all_files(snapshot):
 def fetch(name: str, flag: str) -> Path:
     """Download the configuration and safetensors of an encoder to the Hub cache and return its folder.
 
-    If its main branch has no safetensors, as with OpenAI's CLIP and DINO, the pull request of CONVERTER is used.
+    If its main branch has no safetensors, as with CLIP and DINO, the pull request of CONVERTER is used.
     """
     import httpx2
     from huggingface_hub import HfApi, errors

@@ -74,7 +74,7 @@ def list_sources(
     raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
 
 
-def _parquet_sources(folder: str, name: str, size: int, image_column: str | None, caption_column: str | None):
+def _parquet_sources(folder, name, size, image_column, caption_column):
     columns, groups, _ = read_footer(Folder(folder), name)
     image = _pick_column(join(folder, name), "image", image_column, IMAGE_COLUMNS, columns)
     caption = _pick_column(join(folder, name), "caption", caption_column, CAPTION_COLUMNS, columns)
