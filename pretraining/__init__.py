@@ -3,7 +3,8 @@
 Module     What it does
 raw_data   lists Parquet files, metadata.jsonl and tars as sources, and reads their rows
 loader     fetches, decodes and crops the images of rows
-latents    encodes images and captions; writes, opens and reads the Parquet files of latents
+latents    encodes images and captions; opens and reads data sets of latents
+columns    Parquet columns of tensors
 parts      writes one Parquet file of latents per chunk of rows: the actor of preprocess.py
 streams    order of the rows on each worker, and the batches made from them
 resources  CPUs and GPUs of the actors that load data

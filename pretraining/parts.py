@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from common.storage import Folder, read_footer
-from pretraining.latents import FOOTER_THREADS, LatentEncoder, to_parquet
+from pretraining.columns import to_parquet
+from pretraining.latents import FOOTER_THREADS, LatentEncoder
 from pretraining.loader import Loader
 from pretraining.raw_data import Source, read_rows
 

@@ -1,4 +1,4 @@
-"""What the VAE and the text encoder make of images and captions, and the Parquet files that keep it."""
+"""latents.py: what the VAE and the text encoder make of images and captions, and data sets of it."""
 
 import json
 import shutil
@@ -13,130 +13,12 @@ from tiny_models import RESOLUTION
 
 from common import errors
 from common.folders import MANIFEST
-from common.storage import Folder, read_footer
 from pretraining import latents as latents_module
-from pretraining.latents import (
-    LatentEncoder,
-    LatentFiles,
-    digest_encoders,
-    from_column,
-    latent_shapes,
-    open_latents,
-    to_parquet,
-)
-
-SHAPE = (4, 2, 3)
-
-
-def numbers(rows=3, shape=SHAPE, dtype=np.float32):
-    return np.arange(rows * int(np.prod(shape)), dtype=dtype).reshape(rows, *shape)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Columns
-
-
-def ray_tensors(values):
-    """What Ray Data writes tensors of one shape as."""
-    from ray.data.extensions import ArrowTensorArray
-
-    return ArrowTensorArray.from_numpy(values)
-
-
-def ray_ragged_tensors(values):
-    """What Ray Data writes tensors of several shapes as."""
-    from ray.data.extensions import ArrowVariableShapedTensorArray
-
-    rows = np.empty(len(values), dtype=object)
-    rows[:] = list(values)
-    return ArrowVariableShapedTensorArray.from_numpy(rows)
-
-
-def flat(values):
-    return list(values.reshape(len(values), -1))
-
-
-COLUMNS = {
-    "tensors": pa.FixedShapeTensorArray.from_numpy_ndarray,
-    "half tensors": lambda values: pa.FixedShapeTensorArray.from_numpy_ndarray(values.astype(np.float16)),
-    "lists": lambda values: pa.array(flat(values), pa.list_(pa.float32())),
-    "large lists": lambda values: pa.array(flat(values), pa.large_list(pa.float32())),
-    "lists of one size": lambda values: pa.array(flat(values), pa.list_(pa.float32(), 24)),
-    "half lists": lambda values: pa.array(flat(values.astype(np.float16)), pa.list_(pa.float16(), 24)),
-    "nested lists": lambda values: pa.array(values.tolist()),  # of float64
-    "ray's tensors": ray_tensors,
-    "ray's ragged tensors": ray_ragged_tensors,
-}
-
-
-@pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS)
-def test_numbers_come_out_of_every_type_of_column(make):
-    values = numbers()
-    array = make(values)
-    column = pa.chunked_array([array.slice(0, 1), array.slice(1)])
-    for given in (array, column):
-        found = from_column(given, SHAPE, "x")
-        assert found.dtype == np.float32 and found.shape == values.shape
-        assert np.array_equal(found, values)
-    assert np.array_equal(from_column(column.slice(1, 1), SHAPE, "x"), values[1:2])
-
-
-@pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS)
-def test_numbers_come_back_from_a_file(make, tmp_path):
-    values = numbers()
-    pq.write_table(pa.table({"column": make(values)}), tmp_path / "file.parquet")
-    column = pq.read_table(tmp_path / "file.parquet")["column"]
-    assert np.array_equal(from_column(column.slice(1), SHAPE, "x"), values[1:])
-
-
-ROW = [1.0] * 24
-BAD_COLUMNS = {
-    "a null row": (pa.array([ROW, None, ROW]), "x holds 1 nulls"),
-    "a null number": (pa.array([ROW, [None, *ROW[1:]]]), "x holds 1 nulls"),
-    "a null row of one size": (pa.array([ROW, None], pa.list_(pa.float32(), 24)), "x holds 1 nulls"),
-    "other sizes": (pa.array([ROW[1:], ROW[1:]]), r"x holds 23 values per row, but the model takes \(4, 2, 3\)"),
-    "rows of several sizes": (pa.array([ROW[1:], [*ROW, 1.0]]), "x holds rows of different lengths"),
-    "one empty row": (pa.array([[*ROW, *ROW], []]), "x holds rows of different lengths"),
-    "another order": (pa.FixedShapeTensorArray.from_numpy_ndarray(numbers(2, (2, 3, 4))), r"of shape \(2, 3, 4\), but"),
-    "another order in lists": (pa.array(numbers(2, (2, 3, 4)).tolist()), r"of shape \(2, 3, 4\), but the model takes"),
-    "not a number": (pa.array([[*ROW[1:], float("nan")]]), "x holds values that are not finite"),
-    "infinity in float16": (pa.array([np.full(24, np.inf, np.float16)]), "x holds values that are not finite"),
-    "text": (pa.array(["a", "b"]), "x holds string, not floats"),
-    "structs": (pa.array([{"bytes": "a"}]), "x holds struct<bytes: string>, not floats"),
-    "ray's tensors of another order": (pa.array([{"data": ROW, "shape": [2, 3, 4]}]), "rows of shape"),
-    "lists of text": (pa.array([["a"] * 24]), "x holds string, not floats"),
-}
-
-
-@pytest.mark.parametrize(("column", "words"), BAD_COLUMNS.values(), ids=BAD_COLUMNS)
-def test_bad_columns_fail_the_check_in_one_line(column, words):
-    with pytest.raises(errors.CheckFailed, match=words) as caught:
-        from_column(column, SHAPE, "x")
-    assert "\n" not in str(caught.value)
-
+from pretraining.columns import from_column, to_parquet
+from pretraining.latents import LatentEncoder, LatentFiles, digest_encoders, latent_shapes, open_latents
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
-
-
-def test_a_part_is_one_row_group_and_knows_its_bad_rows(tmp_path):
-    values = numbers(3).astype(np.float16)
-    chunk = {"keys": ["a:0", "a:1", "a:2"], "captions": ["one", "zwei, drei", "четыре"], "bad": [["a:3", "no image"]]}
-    columns = {"image_latents_16": values, "image_latents_16_std": values / 2, "caption_latents": numbers(3, (5, 2))}
-    (tmp_path / "part.parquet").write_bytes(to_parquet(chunk, columns))
-    names, groups, bad = read_footer(Folder(tmp_path), "part.parquet")
-    assert names == ["key", "caption", *columns] and groups == [[0, 3]] and bad == chunk["bad"]
-    table = pq.read_table(tmp_path / "part.parquet")
-    assert table["key"].to_pylist() == chunk["keys"] and table["caption"].to_pylist() == chunk["captions"]
-    for name, values in columns.items():
-        assert table[name].type == pa.fixed_shape_tensor(pa.from_numpy_dtype(values.dtype), values.shape[1:])
-        assert np.array_equal(from_column(table[name], values.shape[1:], name), values)
-
-
-def test_a_part_of_bad_rows_alone_is_a_file_too(tmp_path):
-    chunk = {"keys": [], "captions": [], "bad": [["a:0", "no image"]]}
-    (tmp_path / "part.parquet").write_bytes(to_parquet(chunk, {}))
-    assert read_footer(Folder(tmp_path), "part.parquet") == (["key", "caption"], [[0, 0]], chunk["bad"])
 
 
 def read_folder(folder):
@@ -273,10 +155,22 @@ def test_a_flipped_bit_is_seen_when_the_rows_are_read(sealed, tiny_model, place)
         read_all(files)
 
 
+def nested_lists(values):
+    return pa.array(values.tolist())
+
+
+def ray_tensors(values):
+    from ray.data.extensions import ArrowTensorArray
+
+    return ArrowTensorArray.from_numpy(values)
+
+
 @pytest.mark.parametrize("caption_column", ["caption_latents", "caption_embeddings"])
-@pytest.mark.parametrize("make", [COLUMNS["nested lists"], ray_tensors], ids=["lists", "ray"])
+@pytest.mark.parametrize("make", [nested_lists, ray_tensors], ids=["lists", "ray"])
 def test_the_published_layout_is_read_as_scaled_samples(tiny_model, tmp_path, caption_column, make):
-    image, prompt = numbers(6, (4, 8, 8)) / 999, numbers(6, (24, 16)) / 999
+    image, prompt = (
+        np.arange(6 * np.prod(shape), dtype=np.float32).reshape(6, *shape) / 999 for shape in ((4, 8, 8), (24, 16))
+    )
     for part, rows in enumerate((slice(0, 4), slice(4, 6))):
         table = pa.table({"image_latents_16": make(image[rows]), caption_column: make(prompt[rows])})
         pq.write_table(table, tmp_path / f"{part}.parquet", row_group_size=3)

@@ -4,7 +4,7 @@ from conftest import make_raw_data
 from tiny_models import RESOLUTION
 
 from common.storage import Folder
-from pretraining.latents import to_parquet
+from pretraining.columns import to_parquet
 from pretraining.loader import Loader
 from pretraining.parts import load_chunks, missing_parts, part_name, written_parts
 from pretraining.raw_data import list_sources

@@ -1,0 +1,79 @@
+"""Parquet columns of tensors: writes the rows of a chunk, and reads a column of any list or tensor type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from common.errors import CheckFailed
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray]) -> bytes:
+    """Return a chunk as the bytes of a Parquet file with one row group; the schema's metadata lists the bad rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    arrays = {"key": pa.array(chunk["keys"], pa.string()), "caption": pa.array(chunk["captions"], pa.string())}
+    for name, values in columns.items():
+        arrays[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))
+    table = pa.table(arrays).replace_schema_metadata({"bad_rows": json.dumps(chunk["bad"])})
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer, compression="zstd", row_group_size=max(1, len(table)), write_page_checksum=True)
+    return buffer.getvalue().to_pybytes()
+
+
+def from_column(column: pa.Array | pa.ChunkedArray, shape: Sequence[int], place: str) -> np.ndarray:
+    """Return a column of any list or tensor type as float32 [B, *shape].
+
+    place: file and column, for error messages. Raises CheckFailed if there are nulls or values that are not finite, or
+    if rows differ in shape from each other or from `shape`.
+    """
+    import pyarrow as pa
+
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    count = len(array)
+    array, found, nulls = _innermost(array, place)
+    if nulls:
+        raise CheckFailed(f"{place} holds {nulls} nulls: remove those rows")
+    values = array.to_numpy(zero_copy_only=False).astype(np.float32)
+    if len(found) > 1 and found != tuple(shape):
+        raise CheckFailed(f"{place} holds rows of shape {found}, but the model takes {shape}: encode the data for it")
+    if values.size != count * int(np.prod(shape)):
+        size = values.size // max(count, 1)
+        raise CheckFailed(f"{place} holds {size} values per row, but the model takes {shape}: encode the data for it")
+    if not np.isfinite(values).all():
+        raise CheckFailed(f"{place} holds values that are not finite: encode the data again")
+    return values.reshape(count, *shape)
+
+
+def _innermost(array, place):
+    """Return (values inside nested lists or tensors, shape of a row, number of nulls)."""
+    import pyarrow as pa
+
+    sides, tensor, nulls = [], None, array.null_count  # lengths of nested lists; shape of a tensor
+    while not pa.types.is_floating(array.type):
+        if isinstance(array, pa.ExtensionArray):
+            tensor, array = getattr(array.type, "shape", None), array.storage
+        elif pa.types.is_struct(array.type) and {"data", "shape"} <= set(array.type.names):
+            # Ray Data's type for tensors whose rows may differ in shape.
+            tensor, array = next(iter(array.field("shape").to_pylist()), None), array.field("data")
+        elif hasattr(array, "value_lengths"):
+            sides, array = sides + _lengths(array, place), array.flatten()
+        else:
+            raise CheckFailed(f"{place} holds {array.type}, not floats: choose another column")
+        nulls += array.null_count
+    return array, tuple(tensor or sides), nulls
+
+
+def _lengths(array, place):
+    """Return [length of the lists in an array], [] if it holds none; raise CheckFailed if their lengths differ."""
+    lengths = array.value_lengths().drop_null().unique().to_pylist()
+    if len(lengths) > 1:
+        raise CheckFailed(f"{place} holds rows of different lengths: remove those that differ")
+    return lengths
