@@ -16,28 +16,22 @@ from functools import partial
 from pathlib import Path
 
 import utils
-from common import cli, folders, no_gc
+from common import cli, folders
 from common.cluster import start_ray
 from common.errors import BadInput
 from common.storage import absolute
 from pipelines import loading
 from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
 from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of, digest_model
+from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
 from pretraining.latents import LatentEncoder, LatentFiles, open_latents
 from pretraining.loader import add_raw_data_flags, loader_options
+from pretraining.online import RawImages, make_load
 from pretraining.raw_data import list_sources
 from pretraining.resources import share_with_loaders
-from pretraining.streams import (
-    Batching,
-    Order,
-    RawImages,
-    ahead,
-    hold_out,
-    make_load,
-    training_batches,
-    validation_batches,
-)
-from training import checkpoints, driver, flags, loop, parallel, resuming, workers
+from pretraining.streams import Order
+from training import checkpoints, driver, flags, loop, parallel, resuming
+from training.modules import load_unet
 from training.optimizer import make_optimizer
 from training.publishing import pretraining_card, publish_pipeline
 from training.task import Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
@@ -176,7 +170,7 @@ class PretrainTask(Task):
 
 
 def denoising_losses(model, batch, noise_scheduler, vae_config, snr_gamma=None):
-    """Return the loss of each row [B] of a batch of streams.with_noise: arXiv 2006.11239, eq. 14, on latents.
+    """Return the loss of each row [B] of a batch of batches.with_noise: arXiv 2006.11239, eq. 14, on latents.
 
     A batch without "std" holds scaled latents.
     """
@@ -199,7 +193,7 @@ def training_step(batch, **options):
 def validation_loss(batches, place, dtype, **options):
     """Return the mean loss of the held-out rows, over all workers.
 
-    batches: [(batch, weights)] of streams.validation_batches; options: of denoising_losses.
+    batches: [(batch, weights)] of batches.validation_batches; options: of denoising_losses.
     """
     import torch
 
@@ -210,25 +204,6 @@ def validation_loss(batches, place, dtype, **options):
             total += (denoising_losses(batch=batch, **options) * weights.to(place.device)).sum()
     parallel.reshard(options["model"])
     return place.mean(total).item() * place.world_size
-
-
-def load_unet(
-    unet_config, model_dir, place, folder, seed, from_pretrained=False, gradient_checkpointing=False, channels_last=True
-):
-    """Return the UNet to train: from checkpoint `folder`, from the model, or new with random weights by the seed."""
-    import torch
-    from diffusers import UNet2DConditionModel
-
-    if folder or from_pretrained:
-        unet = loading.load_models(model_dir, ("unet",), torch.float32, folder)["unet"]
-    else:
-        torch.manual_seed(seed)
-        unet = UNet2DConditionModel.from_config(unet_config)
-    unet.register_to_config(sample_size=unet_config["sample_size"])
-    if gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
-    unet = unet.to(place.device).train()
-    return unet.to(memory_format=torch.channels_last) if channels_last else unet
 
 
 def make_batches(task, place, first_step, num_train_timesteps):
@@ -309,17 +284,8 @@ def prepare(task, place):
 
 
 def train_loop(config):
-    """Train on one worker from the newest checkpoint to the last step; rank 0 logs and publishes."""
-    task = from_plain(PretrainTask, config)
-    with no_gc.no_gc():
-        place = workers.find_place(task.compute.num_workers)
-        run = prepare(task, place)
-    first, last = run.step, task.schedule.max_train_steps
-    step = loop.train_steps(run, task, place)
-    del run  # frees the optimizer's memory for the pipeline
-    if place.rank == 0 and step >= last:
-        publish(task, step, place.device)
-    return {"step": step, "trained": step - first, "stopped": step < last}
+    """Train on one worker; rank 0 logs, saves and publishes."""
+    return loop.work(from_plain(PretrainTask, config), prepare, publish)
 
 
 def publish(task, step, device):
@@ -388,22 +354,17 @@ def plan_steps(args, settings, data, num_workers):
     return steps
 
 
-def plan_pool(args, num_workers):
-    """Return the options of map_on_actors for the actors that read, or encode, the data of one worker."""
-    count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
-    if not (num_workers and count):
-        return {"num_workers": 0}
-    resources = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
-    share = share_with_loaders(resources, num_workers, count, args.online, args.gpus_per_worker)
-    return {**share, "max_failures": args.max_failures}
-
-
 def train(args, settings, data, steps, num_workers, owner):
     """Run the workers; return what rank 0 returns."""
     weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
     resuming.check_disk(args, weights, 3 + bool(args.ema_decay))
     check_model(args.model_dir)
-    pool = plan_pool(args, num_workers)
+    count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
+    pool = {"num_workers": 0}
+    if num_workers and count:
+        resources = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
+        pool = share_with_loaders(resources, num_workers, count, args.online, args.gpus_per_worker)
+        pool["max_failures"] = args.max_failures
     learned = {"unet": settings["unet"], "rows_per_step": settings["rows_per_step"], "data": asdict(data), "pool": pool}
     task = PretrainTask(
         output=from_flags(Output, args, settings=settings, owner=owner),

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import utils
-from common import cli, folders, messages, no_gc
+from common import cli, folders, messages
 from common.cluster import start_ray
 from common.errors import BadInput
 from common.images import check_images, find_images
@@ -25,7 +25,7 @@ from pipelines.configs import check_resolution, model_resolution, pixel_factor, 
 from pipelines.model_folder import check_model, check_pipeline, count_weights, digest_model
 from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
-from training import checkpoints, driver, flags, loop, parallel, resuming, validation, workers
+from training import checkpoints, driver, flags, loop, parallel, resuming, validation
 from training.modules import join_modules, load_modules
 from training.optimizer import make_optimizer
 from training.publishing import dreambooth_card, publish_pipeline
@@ -238,17 +238,8 @@ def prepare(task, place):
 
 
 def train_loop(config):
-    """Train on one worker from the newest checkpoint to the last step; rank 0 logs, saves and publishes."""
-    task = from_plain(TrainTask, config)
-    with no_gc.no_gc():
-        place = workers.find_place(task.compute.num_workers)
-        run = prepare(task, place)
-    first, last = run.step, task.schedule.max_train_steps
-    step = loop.train_steps(run, task, place)
-    del run  # frees the optimizer's memory for the pipeline
-    if place.rank == 0 and step >= last:
-        publish(task, step, place.device)
-    return {"step": step, "trained": step - first, "stopped": step < last}
+    """Train on one worker; rank 0 logs, saves and publishes."""
+    return loop.work(from_plain(TrainTask, config), prepare, publish)
 
 
 def publish(task, step, device):

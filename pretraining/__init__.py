@@ -6,6 +6,8 @@ loader     fetches, decodes and crops the images of rows
 latents    encodes images and captions; opens and reads data sets of latents
 columns    Parquet columns of tensors
 parts      writes one Parquet file of latents per chunk of rows: the actor of preprocess.py
-streams    order of the rows on each worker, and the batches made from them
+streams    order of the rows on each worker
+online     raw data encoded while training
+batches    training and validation batches, with noise and timesteps
 resources  CPUs and GPUs of the actors that load data
 """

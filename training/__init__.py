@@ -6,5 +6,5 @@ task         what a worker has to know, by topic      checkpoints  saved, sealed
 flags        command-line flags of both scripts       logs         log.jsonl and TensorBoard
 workers      a worker's place among the others        validation   validation images
 loop         the training loop                        publishing   the published pipeline and its model card
-modules      the modules that train.py trains
+modules      the modules to train, loaded
 """

@@ -7,19 +7,22 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import folders
 from common.errors import CheckFailed
+from common.no_gc import no_gc
 from training import checkpoints, parallel
 from training.logs import StepLog
 from training.optimizer import DIVERGED, REMEDY, Optimizer
 from training.task import Schedule, Task
-from training.workers import Place
+from training.workers import Place, find_place
 from utils import step_seed
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T", bound=Task)
 
 STOP = "stop"  # file in the work folder with which the driver asks the workers to save and stop
 
@@ -202,3 +205,21 @@ def train_steps(run: Run, task: Task, place: Place) -> int:
     if log:
         log.close()
     return step
+
+
+def work(
+    task: T, prepare: Callable[[T, Place], Run], publish: Callable[[T, int, torch.device], None]
+) -> dict[str, int | bool]:
+    """Do all the work of one worker: train from the newest checkpoint to the last step; rank 0 publishes.
+
+    prepare(task, place): returns the Run. publish(task, step, device): publishes the checkpoint of `step`.
+    """
+    with no_gc():
+        place = find_place(task.compute.num_workers)
+        run = prepare(task, place)
+    first, last = run.step, task.schedule.max_train_steps
+    step = train_steps(run, task, place)
+    del run  # frees the optimizer's memory for the pipeline
+    if place.rank == 0 and step >= last:
+        publish(task, step, place.device)
+    return {"step": step, "trained": step - first, "stopped": step < last}

@@ -1,4 +1,4 @@
-"""The modules that train.py trains: loaded, and joined to one."""
+"""The modules to train: loaded from a model or a checkpoint, made anew, joined to one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import loading
+from training.workers import Place
 
 if TYPE_CHECKING:
     import torch
@@ -53,3 +54,29 @@ def join_modules(text_encoder: Any, unet: Any) -> torch.nn.Module:
             return self.unet(noisy_latents, timesteps, hidden_states).sample  # B c h w
 
     return TextToNoise()
+
+
+def load_unet(
+    unet_config: dict[str, Any],
+    model_dir: str,
+    place: Place,
+    folder: Path | None,
+    seed: int,
+    from_pretrained: bool = False,
+    gradient_checkpointing: bool = False,
+    channels_last: bool = True,
+) -> Any:
+    """Return the UNet to train: from checkpoint `folder`, from the model, or new with random weights by the seed."""
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    if folder or from_pretrained:
+        unet = loading.load_models(model_dir, ("unet",), torch.float32, folder)["unet"]
+    else:
+        torch.manual_seed(seed)
+        unet = UNet2DConditionModel.from_config(unet_config)
+    unet.register_to_config(sample_size=unet_config["sample_size"])
+    if gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    unet = unet.to(place.device).train()
+    return unet.to(memory_format=torch.channels_last) if channels_last else unet

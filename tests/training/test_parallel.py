@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import pretrain
 from common import errors, folders
 from training import checkpoints, logs, loop, parallel, workers
+from training.modules import load_unet
 from training.optimizer import make_optimizer
 
 STEPS, SAVED = 4, 2  # steps of a run, of its earlier checkpoint
@@ -78,7 +79,7 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
         lr=1e-2,
         adam_weight_decay=0.1,
     )
-    unet = pretrain.load_unet(UNET, task.output.model_dir, place, folder, 0, channels_last=strategy == "ddp")
+    unet = load_unet(UNET, task.output.model_dir, place, folder, 0, channels_last=strategy == "ddp")
     model = parallel.wrap(unet, place, strategy, sharding, dtype, reduce_dtype)
     optimizer = make_optimizer(task.optimization, STEPS, {"unet": unet}, place, dtype, folder)
     ema = parallel.Ema(unet.parameters(), 0.5)

@@ -1,0 +1,116 @@
+"""Batches of pre-training: noise, timesteps, captions that are dropped, and the held-out rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from utils import NO_CAPTION, ROW_NOISE, VALIDATION, draw_noise, row_rng
+
+if TYPE_CHECKING:
+    import torch
+
+from pretraining.streams import Arrays, Load, Order, Piece, rebatch, stream_rows
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How rows become batches.
+
+    batch_size: rows of a worker in a batch. caption_dropout: share of the rows without caption.
+    """
+
+    batch_size: int
+    gradient_accumulation_steps: int
+    caption_dropout: float
+    seed: int
+    num_train_timesteps: int
+
+
+def training_batches(
+    order: Order, load: Load, first_step: int, last_step: int, batching: Batching, no_caption: np.ndarray
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this worker's batches for steps `first_step` to `last_step - 1`, as returned by with_noise.
+
+    no_caption: [L, D], embedding of the empty caption, which replaces a share `caption_dropout` of the captions.
+    """
+    size, accumulation, seed = batching.batch_size, batching.gradient_accumulation_steps, batching.seed
+    position = first_step * accumulation * size
+    num_rows = (last_step - first_step) * accumulation * size
+    batches = rebatch(stream_rows(order, load, position, num_rows), size)
+    for step in range(first_step, last_step):
+        for micro, batch in zip(range(accumulation), batches, strict=False):
+            first_row = (micro * order.world_size + order.rank) * size  # in the global batch
+            rows = range(first_row, first_row + size)
+            chances = np.array([row_rng(seed, NO_CAPTION, step, row).random() for row in rows])
+            prompt = np.where((chances < batching.caption_dropout)[:, None, None], no_caption, batch["prompt"])
+            shape = batch["mean"].shape[1:]
+            drawn = [draw_noise(seed, ROW_NOISE, step, row, shape, batching.num_train_timesteps) for row in rows]
+            yield with_noise({**batch, "prompt": prompt}, drawn)
+
+
+def with_noise(batch: Arrays, drawn: list[tuple[np.ndarray, np.ndarray, int]]) -> dict[str, torch.Tensor]:
+    """Return a batch as tensors, with the (noise, posterior noise, timestep) drawn for each row.
+
+    mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; prompt: [B, L, D] float32.
+    """
+    import torch
+
+    noise, posterior_noise, timesteps = (np.stack(each) for each in zip(*drawn, strict=True))
+    fields = {**batch, "noise": noise, "posterior_noise": posterior_noise, "timesteps": timesteps}
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
+
+
+def hold_out(chunk_rows: tuple[int, ...], num_rows: int) -> tuple[tuple[int, ...], list[Piece]]:
+    """Return (number of rows in each chunk left for training, pieces of the last `num_rows` rows)."""
+    kept, pieces = list(chunk_rows), []
+    for chunk in reversed(range(len(kept))):
+        take = min(kept[chunk], num_rows)
+        if not take:
+            break
+        pieces.append({"chunk": chunk, "first": kept[chunk] - take, "last": kept[chunk], "epoch": 0})
+        kept[chunk], num_rows = kept[chunk] - take, num_rows - take
+    return tuple(kept), pieces[::-1]
+
+
+def validation_batches(
+    pieces: list[Piece], load: Load, place: Any, batching: Batching
+) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Return (batch, row weights [B]) of this worker's share of the held-out rows, with fixed noise and timesteps.
+
+    Timesteps are evenly spaced; the latents are the posterior's mean. Shares are padded with rows of weight 0, so that
+    all workers have the same number of batches. place: the worker's `rank` and `world_size`.
+    """
+    import torch
+
+    rows = next(rebatch(load(pieces), sum(piece["last"] - piece["first"] for piece in pieces)))
+    count, size = len(rows["mean"]), batching.batch_size
+    share = -(-count // (place.world_size * size)) * size
+    batches = []
+    for start in range(place.rank * share, (place.rank + 1) * share, size):
+        numbers = np.arange(start, start + size)
+        drawn = []
+        for number in (numbers % count).tolist():
+            noise = row_rng(batching.seed, VALIDATION, 0, number).standard_normal(rows["mean"].shape[1:], np.float32)
+            timestep = int((number + 0.5) / count * batching.num_train_timesteps)
+            drawn.append((noise, np.zeros_like(noise), timestep))
+        batch = {key: values[numbers % count] for key, values in rows.items()}
+        batches.append((with_noise(batch, drawn), torch.from_numpy(numbers < count).float() / count))
+    return batches
+
+
+def ahead(iterator: Iterator[Item], count: int) -> Iterator[Item]:
+    """Yield the items of an iterator, which runs in a thread up to `count` items ahead."""
+    end: Any = object()
+    with ThreadPoolExecutor(1) as pool:
+        pending = deque(pool.submit(next, iterator, end) for _ in range(max(1, count)))
+        while (item := pending.popleft().result()) is not end:
+            pending.append(pool.submit(next, iterator, end))
+            yield item
