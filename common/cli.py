@@ -84,7 +84,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return text
 
     def _get_help_string(self, action):
-        return action.help if action.default in (None, False, "", []) else super()._get_help_string(action)
+        hidden = action.default is None or action.default is False or action.default in ("", [])
+        return action.help if hidden else super()._get_help_string(action)
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:

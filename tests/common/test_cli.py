@@ -78,6 +78,7 @@ def make_example_parser():
     parser = cli.make_parser("What it does.\n\n    python example.py --steps 2")
     group = cli.add_shared_flags(parser)
     group.add_argument("--steps", type=cli.positive_int, default=50, help="steps to take")
+    group.add_argument("--first", type=cli.non_negative_int, default=0, help="first step")
     cli.add_compute_flags(group)
     return parser
 
@@ -86,7 +87,7 @@ def test_help_shows_the_docstring_and_the_defaults():
     text = make_example_parser().format_help()
     assert "What it does.\n\n    python example.py --steps 2\n" in text
     words = " ".join(text.split())
-    assert "steps to take (default: 50)" in words
+    assert "steps to take (default: 50)" in words and "first step (default: 0)" in words
     assert "fp32 on a CPU (default: auto)" in words
     assert "None" not in text and "False" not in text
 
