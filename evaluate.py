@@ -269,4 +269,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, parse_args()))
+    cli.run(main, parse_args())

@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -227,4 +226,4 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main, parse_args()))
+    cli.run(main, parse_args())
