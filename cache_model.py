@@ -1,7 +1,7 @@
 """Download one revision of a Diffusers model, safetensors and configuration only, and check that it is complete.
 
-Reads a repository of the Hugging Face hub, or a model folder, which is only checked. Writes --model_dir in the layout
-of the hub's cache. The last line of stdout is the model's folder. Needs no network if the model is already in the cache
+Reads a repository of the Hugging Face Hub, or a model folder, which is only checked. Writes --model_dir in the layout
+of the Hub's cache. The last line of stdout is the model's folder. Needs no network if the model is already in the cache
 and --revision is a commit or --keep_revision is set.
 
     python cache_model.py --model_name models/emoji-64 --model_dir data/model-orig
@@ -25,27 +25,27 @@ from pipelines.configs import read_index
 from pipelines.hub import check_snapshot, drop_damaged, is_whole, known_commit, open_hub, read_listing, select_files
 from pipelines.model_folder import check_pipeline
 
-TIMEOUT = 10  # seconds to wait for the hub's answer
+TIMEOUT = 10  # seconds to wait for the Hub's answer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser(__doc__)
     group = parser.add_argument_group("model")
-    name = "model folder, or ORGANISATION/NAME of a model on the Hugging Face hub"
+    name = "model folder, or ORGANISATION/NAME of a model on the Hugging Face Hub"
     group.add_argument("--model_name", required=True, help=name)
     group.add_argument("--revision", default="main", help="commit, branch or tag of the model; a commit pins it")
-    keep = "keep using the commit that --revision was when it was first fetched, without asking the hub again"
+    keep = "keep the commit that --revision pointed to when it was first downloaded; do not ask the Hub again"
     group.add_argument("--keep_revision", action="store_true", help=keep)
     group.add_argument("--variant", help="weight variant to use for components that have it, such as fp16")
-    group.add_argument("--model_dir", required=True, help="folder to download to, in the layout of the hub's cache")
+    group.add_argument("--model_dir", required=True, help="folder to download to, in the layout of the Hub's cache")
     add_shared_flags(parser)
     return parser.parse_args(argv)
 
 
 @contextlib.contextmanager
 def plain_errors(args: argparse.Namespace, endpoint: str) -> Iterator[None]:
-    """Convert the exceptions of the hub's client to ToolErrors that name the flag and the remedy."""
+    """Convert the exceptions of the Hub's client to ToolErrors that name the flag and the remedy."""
     import httpx2
     from huggingface_hub import errors
 
@@ -83,7 +83,7 @@ def plain_errors(args: argparse.Namespace, endpoint: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopping_at_once(blobs: Path) -> Iterator[None]:
-    """End the process immediately on a signal; the hub's client would first finish all files that it is fetching."""
+    """End the process immediately on a signal; the Hub's client would first finish all files that it is fetching."""
 
     def stop(signal_number, frame):
         for path in blobs.glob("*.incomplete"):
@@ -101,7 +101,7 @@ def stopping_at_once(blobs: Path) -> Iterator[None]:
 
 
 def resolve(args: argparse.Namespace) -> tuple[str, dict[str, int | None]]:
-    """Return (commit, {file name: size}) of the revision on the hub; raise TryAgain if the hub is unreachable."""
+    """Return (commit, {file name: size}) of the revision on the Hub; raise TryAgain if the Hub is unreachable."""
     api = open_hub()
     with plain_errors(args, api.endpoint):
         info = api.model_info(args.model_name, revision=args.revision, files_metadata=True, timeout=TIMEOUT)
@@ -109,7 +109,7 @@ def resolve(args: argparse.Namespace) -> tuple[str, dict[str, int | None]]:
     if "model_index.json" not in listing:
         remedy = "it is not a Diffusers pipeline, use another model"
         raise BadInput(f"--model_name {args.model_name} has no model_index.json: {remedy}")
-    assert info.sha is not None, "the hub returned no commit"
+    assert info.sha is not None, "the Hub returned no commit"
     return info.sha, listing
 
 

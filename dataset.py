@@ -262,7 +262,7 @@ def encode_prompts(
 
 
 class Batches:
-    """Makes training batches from the cache, which it maps into memory: the same batches on whatever worker."""
+    """Makes training batches from the cache, which it maps into memory; they do not depend on the worker."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class Batches:
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stack rows into a batch: B instance rows, then (with prior preservation) B class rows, in all fields alike.
+    """Stack rows into a batch: B instance rows, then, with prior preservation, B class rows; all fields use this order.
 
     mean, std, noise, posterior_noise: [2B, c, h, w] float32; timesteps: [2B] int64;
     prompt: prompt_ids [2B, L] int64, or prompt_embeds [2B, L, D] if the text encoder is frozen.

@@ -1,7 +1,7 @@
 """Measure what a tuned model learned and forgot, compared with its base model, and write a report.
 
-Reads both models, the subject's photos and class images of the base model; draws the missing pictures and writes
-evaluation.json and report.html to --output_dir. To resume, run the same command again: no picture is drawn twice. The
+Reads both models, the subject's photos and class images of the base model; draws the missing images and writes
+evaluation.json and report.html to --output_dir. To resume, run the same command again: no image is drawn twice. The
 measures follow DreamBooth (arXiv 2208.12242, section 4); prompts/objects.txt and prompts/living.txt are its 25 prompts
 each, from its data set (CC-BY 4.0).
 
@@ -54,7 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_picture_flags(parser)
     _add_measuring_flags(parser)
     group = cli.add_shared_flags(parser)
-    group.add_argument("--batch_size", type=cli.positive_int, default=4, help="pictures that an actor draws at a time")
+    group.add_argument("--batch_size", type=cli.positive_int, default=4, help="images that an actor draws at a time")
     workers_help = "drawing and embedding actors: N, or MIN:MAX; 0: this process; default: one per GPU or per four CPUs"
     group.add_argument("--num_workers", type=cli.pool_size, help=workers_help)
     cli.add_compute_flags(group)
@@ -87,14 +87,14 @@ def _add_input_flags(parser):
 
 
 def _add_picture_flags(parser):
-    group = parser.add_argument_group("pictures")
-    group.add_argument("--output_dir", required=True, help="folder for the pictures, the measures and the report")
+    group = parser.add_argument_group("images")
+    group.add_argument("--output_dir", required=True, help="folder for the images, the measures and the report")
     group.add_argument("--overwrite", action="store_true", help="replace an evaluation that has other settings")
-    samples_help = "pictures to draw for each prompt with each model"
+    samples_help = "images to draw for each prompt with each model"
     group.add_argument("--num_samples_per_prompt", type=cli.positive_int, default=4, help=samples_help)
-    class_help = "largest number of class pictures to compare"
+    class_help = "largest number of class images to compare"
     group.add_argument("--num_class_images", type=cli.positive_int, default=100, help=class_help)
-    seed_help = "seed of the pictures and of the bootstrap confidence intervals"
+    seed_help = "seed of the images and of the bootstrap confidence intervals"
     group.add_argument("--seed", type=cli.seed, default=0, help=seed_help)
     add_sampler_flags(group)
 
@@ -105,11 +105,11 @@ def _add_measuring_flags(parser):
     group.add_argument("--clip_model", default="openai/clip-vit-base-patch32", help=clip_help)
     dino_help = "DINO model: name on the Hugging Face Hub, or folder; none: measure without DINO"
     group.add_argument("--dino_model", default="facebook/dino-vits16", help=dino_help)
-    memorised_help = "cosine similarity to a photo above which a picture counts as memorised"
+    memorised_help = "cosine similarity to a photo above which an image counts as memorised"
     group.add_argument("--memorised_above", type=cli.fraction, default=0.95, help=memorised_help)
     for better, side in (("high", "below"), ("low", "above")):
         names = ", ".join(name for name, each in MEASURES.items() if each.better == better)
-        limit_help = f"exit with code 1 if the tuned model's measure NAME is {side} VALUE; repeatable; NAME: {names}"
+        limit_help = f"exit with code 1 if the tuned model's NAME is {side} VALUE; may be repeated; NAME: {names}"
         limit = functools.partial(_limit, better)
         flag = LIMITS[better]
         group.add_argument(flag, type=limit, action="append", default=[], metavar="NAME=VALUE", help=limit_help)
@@ -230,7 +230,7 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     }
     pool = {"num_workers": args.num_workers, **cli.placement(args)}
     with folders.lock(output_dir / folders.LOCK):
-        (output_dir / RESULT).unlink(missing_ok=True)  # its pictures may be replaced now
+        (output_dir / RESULT).unlink(missing_ok=True)  # its images may be replaced now
         drawn, sets = draw_sets(wanted, args.seed, plan.sampler, args.overwrite, batch_size=args.batch_size, **pool)
         sets |= {"photos": photos, "class_base": class_images}
         encoders = (plan.clip_dir, plan.dino_dir)

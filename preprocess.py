@@ -98,7 +98,7 @@ def read_metadata(output: Folder, overwrite: bool) -> dict[str, Any]:
     return metadata if ours else {}
 
 
-def check_room(output_dir: str, model_dir: str, resolutions: Sequence[int], rows: int) -> None:
+def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int], rows: int) -> None:
     """Raise OutOfResource if the latents and caption embeddings of `rows` rows do not fit on the local disk."""
     shapes = [latent_shapes(model_dir, size) for size in resolutions]
     numbers = sum(2 * math.prod(image) for image, _ in shapes) + math.prod(shapes[0][1])  # mean and std; caption
@@ -147,7 +147,7 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
     parts = written_parts(folder)
     good, bad = count_rows(parts)
     total = sum(source.num_rows for source in sources)
-    check_room(args.output_dir, args.model_dir, args.resolutions, total - good - len(bad))
+    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - good - len(bad))
     check_model(args.model_dir)
     options = {
         "output_dir": folder.location,

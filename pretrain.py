@@ -65,9 +65,9 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     flags.check_schedule(parser, args)
     if args.online and args.prescaled_latents:
-        parser.error("--prescaled_latents describes latents, but --online reads images: give one of them")
+        parser.error("--prescaled_latents describes latents, but --online reads images: use only one of them")
     if args.unet_config and args.init_from_pretrained:
-        parser.error("--unet_config makes a new UNet, --init_from_pretrained loads the model's: give one of them")
+        parser.error("--unet_config makes a new UNet, --init_from_pretrained loads the model's: use only one of them")
     return args
 
 
@@ -346,7 +346,7 @@ def plan_steps(args, settings, data, num_workers):
     per_step = args.batch_size_per_worker * args.gradient_accumulation_steps * max(1, num_workers)
     settings["rows_per_step"] = per_step
     if rows <= 0:
-        raise BadInput(f"--num_validation_rows {args.num_validation_rows} leaves no rows to train on, of {total}")
+        raise BadInput(f"--num_validation_rows {args.num_validation_rows} leaves none of {total} rows to train on")
     driver.check_batch(rows, per_step, f"--data {args.data}", "rows")
     steps = args.max_steps or driver.steps_of(args.max_epochs * rows, per_step)
     if not args.lr_scheduler.startswith("constant"):

@@ -13,7 +13,7 @@ INSTANCE_DIR=${INSTANCE_DIR:-assets/subject}
 CLASS_NAME=${CLASS_NAME:-cat}
 UNIQUE_TOKEN=${UNIQUE_TOKEN:-unqtkn}
 
-# The base model: a local folder, or a name on the Hugging Face hub and a commit. `main` means the commit that was the
+# The base model: a local folder, or a name on the Hugging Face Hub and a commit. `main` means the commit that was the
 # newest one when the model was first downloaded to ORIG_MODEL_DIR.
 ORIG_MODEL_NAME=${ORIG_MODEL_NAME:-models/emoji-64}
 if [[ $ORIG_MODEL_NAME == CompVis/stable-diffusion-v1-4 ]]; then

@@ -41,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument(
         "--output_dir", required=True, help="folder to write the images to; an existing one is completed"
     )
-    group.add_argument("--prompts", action="append", default=[], help="a single prompt; repeat the flag for more")
+    group.add_argument("--prompts", action="append", default=[], help="prompt to draw; may be repeated")
     group.add_argument("--prompts_file", help="text file with one prompt per line")
     group.add_argument("--num_samples_per_prompt", type=positive_int, default=4, help="number of images per prompt")
     group.add_argument("--seed", type=seed, default=0, help="random seed of the images")

@@ -64,7 +64,7 @@ def parse_args(argv=None):
     if args.prior_loss_weight and not (args.class_images_dir and args.class_prompt):
         parser.error("--class_images_dir and --class_prompt are required unless --prior_loss_weight is 0")
     if args.max_train_pairs and args.max_train_steps:
-        parser.error("--max_train_pairs and --max_train_steps both set the length of the run: give one of them")
+        parser.error("--max_train_pairs and --max_train_steps both set the length of the run: use only one of them")
     return args
 
 

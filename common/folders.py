@@ -109,7 +109,7 @@ def check_writable(folder: str | Path, flag: str) -> None:
     """Raise BadInput unless `folder`, or its nearest parent that exists, is a writable folder."""
     place = _existing(folder)
     if not place.is_dir():
-        raise BadInput(f"{flag} {folder}: {place} is not a folder; choose another one")
+        raise BadInput(f"{flag} {folder}: {place} is not a folder: choose another one")
     if not os.access(place, os.W_OK | os.X_OK):
         raise BadInput(f"{flag} {folder}: no permission to write in {place}; choose another folder")
 

@@ -1,9 +1,8 @@
-"""Evaluation of a tuned model beside its base model: checks, pictures, embeddings, measures and the report.
+"""Evaluation of a tuned model beside its base model: checks, images, embeddings, measures and the report.
 
-Module    What it does
 subject   names of the subject and its class in prompts
 checks    whether the models, images and prompts can be compared
-pictures  draws the sets of pictures, embeds them and measures them
+pictures  draws the sets of images, embeds them and measures them
 encoders  CLIP and DINO: finds, checks and runs them
 measures  measures of embeddings, with bootstrap confidence intervals
 report    the page report.html, from report.html.jinja

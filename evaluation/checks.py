@@ -1,4 +1,4 @@
-"""Checks before an evaluation draws anything: related models, enough pictures, comparable class images."""
+"""Checks before an evaluation draws anything: related models, enough images, comparable class images."""
 
 import argparse
 from typing import Any
@@ -34,7 +34,7 @@ def check_family(base: str, tuned: str) -> None:
 
 
 def check_counts(args: argparse.Namespace, num_photos: int, num_class_images: int, num_prompts: int) -> None:
-    """Raise BadInput if there are too few pictures for a measure."""
+    """Raise BadInput if there are too few images for a measure."""
     counts = (
         (f"--instance_images_dir {args.instance_images_dir}", num_photos, FEWEST_PHOTOS, "fidelity"),
         (f"--class_images_dir {args.class_images_dir}", num_class_images, SMALLEST_SET, "diversity"),
@@ -43,7 +43,7 @@ def check_counts(args: argparse.Namespace, num_photos: int, num_class_images: in
     )
     for flag, found, needed, measured in counts:
         if found < needed:
-            raise BadInput(f"{flag}: {found} pictures are too few, measuring {measured} needs at least {needed}")
+            raise BadInput(f"{flag}: {found} images are too few, measuring {measured} needs at least {needed}")
 
 
 def compare_class_images(class_images_dir: str, wanted: dict[str, Any]) -> list[str]:
@@ -56,5 +56,5 @@ def compare_class_images(class_images_dir: str, wanted: dict[str, Any]) -> list[
         others = {record[name] for record in records if name in record} - {value}
         if others:
             drawn = "another model" if name == "model" else f"{name} {min(map(str, others))} instead of {value}"
-            notes.append(f"The base model's class pictures were drawn with {drawn}: they may not be comparable.")
+            notes.append(f"The base model's class images were drawn with {drawn}: they may not be comparable.")
     return notes

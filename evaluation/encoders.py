@@ -246,7 +246,7 @@ def embed(jobs: Sequence[tuple[str, dict[str, list[Path]], Sequence[str]]], **po
     ]
     found: list[dict[tuple[str, int], np.ndarray]] = [{} for _ in jobs]
     total = sum(sum(map(len, sets.values())) + len(texts) for _, sets, texts in jobs)
-    with Progress("embed", total, "pictures and prompts") as progress:
+    with Progress("embed", total, "images and prompts") as progress:
         for result in map_on_actors(Encoders, {}, items, **pool):
             found[result["job"]][result["name"], result["start"]] = result["embeds"]
             progress.update(len(result["embeds"]))

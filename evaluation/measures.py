@@ -36,43 +36,43 @@ MEASURES = {
     "subject_dino": Measure(
         "Subject fidelity, DINO",
         "high",
-        "Similarity of the subject's pictures to the photos. DINO tells individuals of a class apart. The similarity "
+        "Similarity of the subject's images to the photos. DINO tells individuals of a class apart. The similarity "
         "of the photos to each other is a practical upper limit.",
     ),
     "subject_clip": Measure(
         "Subject fidelity, CLIP-I",
         "high",
-        "Similarity of the subject's pictures to the photos. CLIP depends more on the class of the subject, and less "
+        "Similarity of the subject's images to the photos. CLIP depends more on the class of the subject, and less "
         "on the individual.",
     ),
     "prompt_clip": Measure(
         "Prompt fidelity, CLIP-T",
         "high",
-        "Similarity of each picture to its prompt. A value far below the base model's means that the tuned model "
+        "Similarity of each image to its prompt. A value far below the base model's means that the tuned model "
         "ignores prompts.",
     ),
     "prior_photos": Measure(
-        "Prior: class pictures and photos",
+        "Prior: class images and photos",
         "low",
-        "Similarity of class pictures, which are drawn without the identifier, to the photos. A value well above the "
+        "Similarity of class images, which are drawn without the identifier, to the photos. A value well above the "
         "base model's means that the whole class has come to look like the subject.",
     ),
     "prior_base": Measure(
-        "Prior: class pictures of both models",
+        "Prior: class images of both models",
         "high",
-        "Similarity of the tuned model's class pictures to the base model's. The base column is the similarity of the "
-        "base model's class pictures to each other.",
+        "Similarity of the tuned model's class images to the base model's. The base column is the similarity of the "
+        "base model's class images to each other.",
     ),
     "diversity": Measure(
-        "Diversity of class pictures",
+        "Diversity of class images",
         "high",
-        "Mean of 1 - cosine similarity over all pairs of class pictures. A value far below the base model's means that "
-        "class pictures have become alike.",
+        "Mean of 1 - cosine similarity over all pairs of class images. A value far below the base model's means that "
+        "class images have become alike.",
     ),
     "memorised": Measure(
         "Memorised",
         "low",
-        "Share of the subject's pictures that are nearly identical to a photo. A high share means that the tuned model "
+        "Share of the subject's images that are nearly identical to a photo. A high share means that the tuned model "
         "reproduces its training photos.",
     ),
 }

@@ -115,12 +115,12 @@ def show_pictures(details: dict[str, Any], sets: dict[str, list[Path]]) -> dict[
         "photos": [show(path, f"Photo of the subject, {path.name}", side, name=path.name) for path in photos],
         "prompts": show_prompts(details, sets, side),
         "classes": {
-            model: [show(path, f"Class picture {i} of the {model} model", side) for i, path in enumerate(paths, 1)]
+            model: [show(path, f"Class image {i} of the {model} model", side) for i, path in enumerate(paths, 1)]
             for model, paths in classes.items()
         },
         "closest": [
             {
-                "picture": show(sets["tuned"][i], "Picture of the tuned model", side),
+                "picture": show(sets["tuned"][i], "Image of the tuned model", side),
                 "photo": show(by_name[nearest[i][0]], f"Its nearest photo, {nearest[i][0]}", side),
                 "name": nearest[i][0],
                 "likeness": nearest[i][1],
@@ -174,10 +174,10 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def show_strip(path: Path) -> dict[str, Any] | None:
-    """Return the validation pictures of train.py --validation_prompts, as from `show`, or None if there are none."""
+    """Return the validation images of train.py --validation_prompts, as from `show`, or None if there are none."""
     if not path.is_file():
         return None
-    return show(path, "Validation pictures of the same prompts and seeds, a row for each step", STRIP_SIDE)
+    return show(path, "Validation images of the same prompts and seeds, a row for each step", STRIP_SIDE)
 
 
 def plot_training(log: list[dict[str, Any]]) -> dict[str, str] | None:

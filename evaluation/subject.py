@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import BadInput, one_line
-from pipelines.prompts import check_prompts
+from pipelines.prompts import check_prompts, read_prompts_file
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,7 @@ def read_templates(prompts_file: str | Path | None, instance_prompt: str, subjec
         if subject not in instance_prompt:
             raise BadInput(f"--instance_prompt {instance_prompt!r} lacks {subject!r}: give --prompts_file")
         return [instance_prompt.replace(subject, "{}", 1)]
-    try:
-        lines = Path(prompts_file).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"--prompts_file {prompts_file}: {error}") from None
-    templates = list(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    templates = read_prompts_file(prompts_file)
     if not templates:
         raise BadInput(f"--prompts_file {prompts_file} holds no prompts: write one per line")
     for template in templates:

@@ -8,5 +8,5 @@ samplers      sampler flags and the scheduler that a pipeline draws with
 prompts       files of prompts, subject identifiers
 image_folder  file names and metadata.jsonl of generated images
 drawing       draw images on a pool of actors
-hub           models of the Hugging Face hub and its local cache
+hub           models of the Hugging Face Hub and its local cache
 """

@@ -111,13 +111,13 @@ def check_resolution(model_dir: str | Path, flag: str, value: int) -> None:
 
 
 def base_name(model_dir: str | Path) -> str:
-    """Return the name of a base model: its hub name if it is in a hub cache, else its folder's name."""
+    """Return the name of a base model: its hub name if it is in a Hub cache, else its folder's name."""
     hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/", f"{model_dir}/")
     return f"{hub[1]}/{hub[2]}" if hub else Path(model_dir).name
 
 
 def base_revision(model_dir: str | Path) -> str | None:
-    """Return the commit hash of a base model in a hub cache, or None for any other folder."""
+    """Return the commit hash of a base model in a Hub cache, or None for any other folder."""
     found = re.search(r"/snapshots/([0-9a-f]{40})", str(model_dir))
     return found and found[1]
 

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: which files to fetch, and which of them the local hub cache already has.
+"""Models of the Hugging Face Hub: which files to fetch, and which of them the local Hub cache already has.
 
 repo: the cache folder of a repository, models--ORGANISATION--NAME; snapshot: a commit's folder in it.
 """
@@ -69,7 +69,7 @@ def known_commit(repo: Path, revision: str) -> str | None:
 
 
 def read_listing(repo: Path, commit: str) -> dict[str, int | None] | None:
-    """Return {name: size} of all files of a commit, or None; the hub's client saves it before it fetches files."""
+    """Return {name: size} of all files of a commit, or None; the Hub's client saves it before it fetches files."""
     try:
         files = json.loads((repo / "trees" / f"{commit}.json").read_text())["files"]
         return {name: fact["size"] for name, fact in files.items()}
@@ -98,7 +98,7 @@ def is_whole(repo: Path, commit: str | None, variant: str | None) -> bool:
 
 
 def drop_damaged(snapshot: Path, listing: dict[str, int | None]) -> None:
-    """Delete damaged files from the cache, so that the hub's client fetches them again."""
+    """Delete damaged files from the cache, so that the Hub's client fetches them again."""
     for name, size in listing.items():
         path = snapshot / name
         try:
@@ -112,7 +112,7 @@ def drop_damaged(snapshot: Path, listing: dict[str, int | None]) -> None:
 
 
 def open_hub() -> "HfApi":
-    """Return a client of the hub without log messages, and with progress bars only on a terminal."""
+    """Return a client of the Hub without log messages, and with progress bars only on a terminal."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars, logging
 

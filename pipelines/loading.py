@@ -99,7 +99,7 @@ def _check_weights(path: str, model: torch.nn.Module, info: dict[str, Any]) -> N
     # Old CLIP checkpoints also contain the position ids.
     others = [key for key in info["unexpected_keys"] if not key.endswith("position_ids")]
     wrong = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"]), *others]
-    fault = "missing, misshapen or unexpected"
+    fault = "missing, of the wrong shape, or unexpected"
     if not wrong:
         wrong = [key for key, value in model.state_dict().items() if not value.isfinite().all()]
         fault = "not finite"

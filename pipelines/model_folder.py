@@ -17,10 +17,8 @@ from common.errors import BadInput, CheckFailed
 from pipelines.configs import components, read_config, read_index, read_json_file
 from pipelines.tokens import WITHOUT_VOCABULARY, check_vocabulary, find_vocabulary, read_vocab_size
 
-TRAINING_LOG, VALIDATION_STRIP = (
-    "training_log.jsonl",
-    "validation/strip.png",
-)  # files that training adds to a model folder
+TRAINING_LOG = "training_log.jsonl"  # written to a model folder by training
+VALIDATION_STRIP = "validation/strip.png"  # the same, and in the work folder
 CONFIGURATION = {".json", ".txt", ".model"}  # suffixes of configuration and vocabulary files
 MODEL_FILES = CONFIGURATION | {".safetensors"}
 
@@ -37,7 +35,7 @@ def check_pipeline(model_dir: str | Path, flag: str = "--model_dir") -> dict[str
     """
     folder = Path(model_dir)
     if not folder.is_dir():
-        remedy = "download a hub model with cache_model.py and pass the folder that it prints"
+        remedy = "download a Hub model with cache_model.py and pass the folder that it prints"
         raise BadInput(f"{flag} {folder} is not a folder: {remedy}")
     try:
         index = read_index(folder)
@@ -182,12 +180,9 @@ def copy_component(part: str | Path, folder: str | Path) -> None:
             Path(folder, name).write_bytes(data)
 
 
-def digest_parts(model_dir: str | Path, parts: Iterable[str], known: dict[Path, str] | None = None) -> str:
-    """Return one SHA-256 of the files of components that are loaded; a copy has the same one.
-
-    known: {path: SHA-256} of files that need not be read.
-    """
-    return folders.digest_named(_digests(model_dir, parts, known or {}))
+def digest_parts(model_dir: str | Path, parts: Iterable[str]) -> str:
+    """Return one SHA-256 of the files of components that are loaded; a copy has the same one."""
+    return folders.digest_named(_digests(model_dir, parts, {}))
 
 
 def _digests(model_dir: str | Path, parts: Iterable[str], known: dict[Path, str]) -> Iterator[tuple[str, str]]:
@@ -207,7 +202,7 @@ def _digests(model_dir: str | Path, parts: Iterable[str], known: dict[Path, str]
 def digest_model(model_dir: str | Path) -> str:
     """Return one SHA-256 of the files of a model folder or a checkpoint that determine the images it draws.
 
-    Files whose SHA-256 is in a manifest or in the hub's cache are not read; `check_model` compares them.
+    Files whose SHA-256 is in a manifest or in the Hub's cache are not read; `check_model` compares them.
     """
     known = _known_sha256(model_dir)
     index = [(path.name, known.get(path) or folders.sha256_file(path)) for path in _index_file(model_dir)]
@@ -246,7 +241,7 @@ def _model_files(model_dir: str | Path) -> list[Path]:
 
 
 def _known_sha256(model_dir: str | Path) -> dict[Path, str]:
-    """Return {path: expected SHA-256} of a model's files, from its manifest or the names of blobs in a hub cache."""
+    """Return {path: expected SHA-256} of a model's files, from its manifest or the names of blobs in a Hub cache."""
     folder = Path(model_dir)
     known: dict[Path, str] = {}
     files = folders.read_json(folder / folders.MANIFEST).get("files", {})

@@ -40,7 +40,7 @@ def from_column(column: pa.Array | pa.ChunkedArray, shape: Sequence[int], place:
     count = len(array)
     array, found, nulls = _innermost(array, place)
     if nulls:
-        raise CheckFailed(f"{place} holds {nulls} nulls: remove those rows")
+        raise CheckFailed(f"{place} holds {nulls} null values: remove these rows")
     values = array.to_numpy(zero_copy_only=False).astype(np.float32)
     if len(found) > 1 and found != tuple(shape):
         raise CheckFailed(f"{place} holds rows of shape {found}, but the model takes {shape}: encode the data for it")

@@ -177,7 +177,7 @@ def open_latents(
     """
     folder = Folder(location)
     if folder.kind() != "folder":
-        raise BadInput(f"--data {location} is not a folder: give the output directory of preprocess.py")
+        raise BadInput(f"--data {location} is not a folder: pass the --output_dir of preprocess.py")
     metadata = json.loads(folder.read(METADATA) or "{}")
     if metadata:
         _check_metadata(location, metadata, model_dir, resolution)

@@ -1,4 +1,4 @@
-"""Raw data that is encoded while training, and one way to read it or encoded latents."""
+"""Raw data that is encoded during training, and one interface to read it or stored latents."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +24,6 @@ MOST_PIECES = 1000  # passed to Ray Data at a time
 Piece = dict[str, int]
 Arrays = dict[str, np.ndarray]
 Load = Callable[[list[Piece]], Iterator[Arrays]]
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,3 @@ def rebatch(windows: Iterable[Arrays], batch_size: int) -> Iterator[Arrays]:
         for start in range(0, count, batch_size):
             yield {key: values[start : start + batch_size] for key, values in held.items()}
         held = {key: values[count:] for key, values in held.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading and encoding

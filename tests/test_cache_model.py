@@ -72,7 +72,7 @@ def make_files(seed=0):
 
 
 class Hub(ThreadingHTTPServer):
-    """What the tests need of the hub's API. `broken`: files that end in an error, `endless`: files that never end."""
+    """What the tests need of the Hub's API. `broken`: files that end in an error, `endless`: files that never end."""
 
     daemon_threads, request_queue_size = True, 64
 

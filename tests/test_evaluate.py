@@ -361,8 +361,8 @@ def test_a_limit_of_what_is_not_measured_is_a_usage_error(command, capsys):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"num_class_images": 2}, "--num_class_images: 2 pictures are too few, measuring diversity needs at least 3"),
-        ({"num_samples_per_prompt": 1}, "--num_samples_per_prompt: 2 pictures are too few, measuring fidelity"),
+        ({"num_class_images": 2}, "--num_class_images: 2 images are too few, measuring diversity needs at least 3"),
+        ({"num_samples_per_prompt": 1}, "--num_samples_per_prompt: 2 images are too few, measuring fidelity"),
         ({"class_prompt": "photo of a unqtkn dog"}, "--instance_prompt has no word"),
         ({"model_dir": "none"}, r"--model_dir .*none is not a folder"),
         ({"base_model_dir": "none"}, r"--base_model_dir .*none is not a folder"),
@@ -381,14 +381,14 @@ def test_bad_input_is_said_before_anything_is_drawn(run, nothing_runs, tmp_path,
 
 def test_too_few_or_broken_photos(run, nothing_runs, tmp_path):
     one, two = make_photos(tmp_path / "one", 1), make_photos(tmp_path / "two", 2)
-    with pytest.raises(errors.BadInput, match=r"--instance_images_dir .*one: 1 pictures are too few"):
+    with pytest.raises(errors.BadInput, match=r"--instance_images_dir .*one: 1 images are too few"):
         run(instance_images_dir=one)
-    with pytest.raises(errors.BadInput, match=r"--class_images_dir .*two: 2 pictures are too few"):
+    with pytest.raises(errors.BadInput, match=r"--class_images_dir .*two: 2 images are too few"):
         run(class_images_dir=two)
     (two / "00.png").write_bytes(b"no picture")
     with pytest.raises(errors.BadInput, match=r"1 bad files \(00.png\)"):
         run(instance_images_dir=two)
-    with pytest.raises(errors.BadInput, match="1 pictures are too few"):
+    with pytest.raises(errors.BadInput, match="1 images are too few"):
         run("--skip_bad_images", instance_images_dir=two)
     assert not (tmp_path / "out").exists()
 
@@ -400,8 +400,7 @@ def test_class_images_that_were_drawn_in_another_way_are_noted(run, tiny_model, 
     run(class_images_dir=folder, dino_model="none")
     notes = json.loads((tmp_path / "out" / "evaluation.json").read_text())["details"]["notes"]
     assert notes == [
-        "The base model's class pictures were drawn with num_inference_steps 50 instead of 2: "
-        "they may not be comparable."
+        "The base model's class images were drawn with num_inference_steps 50 instead of 2: they may not be comparable."
     ]
     assert notes[0] in html.unescape((tmp_path / "out" / "report.html").read_text())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-ROOMS = ("common", "pipelines", "training", "pretraining", "evaluation")
+PACKAGES = ("common", "pipelines", "training", "pretraining", "evaluation")
 TACH = Path(sys.executable).with_name("tach")
 
 
@@ -18,8 +18,8 @@ def tree(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layout")
     for path in (ROOT / "pyproject.toml", *ROOT.glob("*.py")):
         shutil.copy(path, folder)
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, folder / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
@@ -59,12 +59,12 @@ def test_an_import_against_the_direction_fails(tree, place, line):
     path.write_text(text)
 
 
-def test_each_room_says_what_it_holds():
+def test_each_package_says_what_it_holds():
     """The docstring of a package names its modules, all of them."""
-    for room in ROOMS:
-        text = (ROOT / room / "__init__.py").read_text()
+    for package in PACKAGES:
+        text = (ROOT / package / "__init__.py").read_text()
         assert text.startswith('"""') and text.count('"""') == 2
-        for path in (ROOT / room).glob("*.py"):
+        for path in (ROOT / package).glob("*.py"):
             assert path.name == "__init__.py" or path.stem in text, path
 
 

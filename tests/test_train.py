@@ -593,7 +593,7 @@ def test_a_name_on_the_hub_is_sent_to_cache_model(command):
     done = run_script("train.py", *command.arguments(model_dir=None, **{flag: name}))
     assert done.returncode == 3 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("train.py: --model_dir ") and f"{name} is not a folder" in done.stderr
-    assert "download a hub model with cache_model.py" in done.stderr
+    assert "download a Hub model with cache_model.py" in done.stderr
 
 
 def test_8_bit_adam_asks_for_its_package(command, no_models, monkeypatch):

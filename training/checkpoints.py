@@ -1,6 +1,6 @@
-"""Checkpoints: listed, saved and sealed; the weights and the optimizer state in them, written and restored.
+"""List, save and seal checkpoints; write and restore the weights and the optimizer state in them.
 
-Under FSDP each worker writes and reads its own share of whole tensors, in the layout of the model hub's sharded files:
+Under FSDP each worker writes and reads its own share of whole tensors, in the layout of the model Hub's sharded files:
 a checkpoint opens under any number of workers, and in Diffusers as it is.
 """
 

@@ -1,4 +1,4 @@
-"""The driver's side of a training: is it done, start its workers, show their log, finish."""
+"""The driver of a training: it starts the workers, shows their log, and finishes the run."""
 
 import argparse
 import contextlib
@@ -49,7 +49,7 @@ def run_training(
     steps = plan_steps(num_workers)
     lock_file = Path(args.work_dir) / folders.LOCK
     if resuming.is_finished(args.output_dir, settings, steps, args.overwrite):
-        say(f"{args.output_dir} is trained for {steps} steps already")
+        say(f"{args.output_dir} is already trained for {steps} steps: nothing to do")
         print_result(output_dir=args.output_dir, steps=steps, trained=0)
         if resuming.is_to_drop(args.output_dir, args.work_dir):  # the run was killed before it dropped them
             with contextlib.suppress(TryAgain), folders.lock(lock_file):
@@ -82,7 +82,7 @@ def check_batch(count: int, per_step: int, flag: str, unit: str = "images") -> N
     if count < per_step:
         raise BadInput(
             f"{flag} holds {count} {unit}, a step takes {per_step} (batch size x accumulation x workers): "
-            "add more, or use a smaller batch"
+            "add more of them, or use a smaller batch"
         )
 
 

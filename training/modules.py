@@ -1,4 +1,4 @@
-"""The modules to train: loaded from a model or a checkpoint, made anew, joined to one."""
+"""Load the modules to train from a model or a checkpoint, create new ones, and join them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load_unet(
     gradient_checkpointing: bool = False,
     channels_last: bool = True,
 ) -> Any:
-    """Return the UNet to train: from checkpoint `folder`, from the model, or new with random weights by the seed."""
+    """Return the UNet to train: from checkpoint `folder`, from the model, or new, with random weights from the seed."""
     import torch
     from diffusers import UNet2DConditionModel
 

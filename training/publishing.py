@@ -70,7 +70,7 @@ def draw_samples(pipeline: Any, folder: Path, prompts: list[str], images: Images
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Model cards: README.md with the front matter of the model hub
+# Model cards: README.md with the front matter of the model Hub
 
 
 def _table(settings: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ def is_finished(output_dir: str | Path, settings: dict, steps: int, overwrite: b
     if overwrite or not output_dir.exists() or not any(output_dir.iterdir()):
         return False
     if not manifest:
-        raise BadInput(f"--output_dir {output_dir} is a damaged result of ours: --overwrite replaces it")
+        raise BadInput(f"--output_dir {output_dir} is a damaged output of this toolkit: pass --overwrite to replace it")
     folders.check_same_settings(settings, manifest.get("settings", {}), f"--output_dir {output_dir}")
     if manifest["step"] > steps:
         raise BadInput(f"--output_dir {output_dir} is trained for {manifest['step']} steps, more than {steps}")

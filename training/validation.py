@@ -19,6 +19,7 @@ from common import folders
 from common.errors import one_line
 from common.images import read_image
 from pipelines import loading
+from pipelines.model_folder import VALIDATION_STRIP
 from training.loop import check_owner, is_due, stop_asked
 from training.task import Images, Task
 from training.workers import Place
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-FOLDER = "validation"  # in the work folder
-STRIP = "strip.png"
+FOLDER, STRIP = VALIDATION_STRIP.split("/")  # of the work folder
 RECORD = "validation.json"  # what decides the images of the folder
 NUM_INFERENCE_STEPS = 30  # of the model's own sampler, for validation images and for samples on the model card
 STRIP_SIDE = 128  # pixels of an image's longer side on the strip, at most

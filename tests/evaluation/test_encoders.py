@@ -39,7 +39,7 @@ def dino(tmp_path_factory):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of the hub, and no network."""
+    """An empty cache of the Hub, and no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
@@ -137,7 +137,7 @@ def test_a_folder_must_hold_a_transformers_model_of_the_kind(clip, dino, tiny_mo
 
 
 class Api:
-    """What of the hub's client is used: a repository with these files, and pull requests of (author, reference)."""
+    """What of the Hub's client is used: a repository with these files, and pull requests of (author, reference)."""
 
     endpoint = "https://hub"
 
@@ -160,7 +160,7 @@ class Api:
 
 @pytest.fixture
 def hub(cache, clip, monkeypatch):
-    """Return a function that makes the hub answer as an Api(folder, ...)."""
+    """Return a function that makes the Hub answer as an Api(folder, ...)."""
 
     def answer(*arguments, **options):
         api = Api(clip, *arguments, **options)

@@ -1,12 +1,12 @@
-"""Kill, fill and damage for an hour on two cores; print a table of what became of each promise.
+"""Inject faults for about forty minutes on two cores, and print a table of the results.
 
-Reads nothing but the project and says on stderr how far it is. Each row is kept in --results as soon as it is there:
-the same command goes on with the scenarios that have no row, one of other scripts, or FAILED. Exits 1 where one is.
+Each row is kept in --results as soon as it is known. Run again to continue: scenarios without a row, with a row of
+other code, or with FAILED are run. The exit code is 1 if any failed.
 
     PYTHONPATH=. python tests/faults/long.py
     PYTHONPATH=. python tests/faults/long.py --only driver saves --scale 0.1
 
-The tests beside it inject each fault a few times: a short set runs with all tests, every one of them with
+The tests beside it inject each fault a few times: a short set runs with all tests, all of them with
 
     ./run.sh test -m "" tests/faults
 """
@@ -346,7 +346,12 @@ SHORT = (
     tests(3, "cache_model", "SIGKILL, SIGTERM and SIGINT", "cache_model.py, in the middle of a file", "signal_stops"),
     tests(3, "evaluate", "SIGKILL and SIGTERM", "evaluate.py, among its pictures", "killed_evaluation"),
     tests(4, "two_runs", "two runs on one output", "a second run beside one that is halted; then that one is killed"),
-    tests(6, "weights", "damage, pickles", "bits, NaN, missing, misshapen and unknown tensors, pickles at all levels"),
+    tests(
+        6,
+        "weights",
+        "damage, pickles",
+        "bits, NaN, missing, misshapen and unknown tensors, pickles at all levels",
+    ),
     tests(7, "numbers", "NaN and overflow", "cached latents that are NaN, learning rates of 1e30 and 1e38"),
     tests(8, "bad_images", "bad photos", "decompression bombs, cut, empty, foreign and flipped files"),
     tests(9, "names", "odd names", "prompts, tokens, class names, outputs and links, in each script and run.sh"),
@@ -378,8 +383,8 @@ def show(row, file=None):
 def main(args):
     """Run the scenarios that are not done, keep each row as soon as it is there, and print the table."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is killed and the folders go
-    rooms = ("common", "pipelines", "training", "pretraining", "evaluation")
-    code = [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).glob("*.py"))]
+    packages = ("common", "pipelines", "training", "pretraining", "evaluation")
+    code = [*ROOT.glob("*.py"), *(path for package in packages for path in (ROOT / package).glob("*.py"))]
     scripts = folders.digest_values([[str(path.relative_to(ROOT)), folders.sha256_file(path)] for path in sorted(code)])
     names, results = args.only or list(SCENARIOS), folders.read_json(args.results)
     args.results.parent.mkdir(parents=True, exist_ok=True)

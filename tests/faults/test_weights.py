@@ -57,7 +57,7 @@ def sealed(model, tmp_path):
 
 @pytest.fixture
 def cached(model, tmp_path):
-    """A copy of the model as in the hub's cache: links to files that are named by their sha256."""
+    """A copy of the model as in the Hub's cache: links to files that are named by their sha256."""
     repo = tmp_path / "models--someone--tiny"
     snapshot = repo / "snapshots" / ("1" * 40)
     (repo / "blobs").mkdir(parents=True)

@@ -228,7 +228,7 @@ def test_a_variant_beside_plain_weights_is_not_used(tmp_path):
 
 
 def as_hub_snapshot(model, folder):
-    """Make links in `folder` to the files of a model, as the hub's cache has them; return it."""
+    """Make links in `folder` to the files of a model, as the Hub's cache has them; return it."""
     for number, path in enumerate(path for path in sorted(model.rglob("*")) if path.is_file()):
         blob, link = folder.parent / "blobs" / str(number), folder / path.relative_to(model)
         for place in (blob, link):
