@@ -71,9 +71,9 @@ def test_numbers_come_back_from_a_file(make, tmp_path):
 
 ROW = [1.0] * 24
 BAD_COLUMNS = {
-    "a null row": (pa.array([ROW, None, ROW]), "x holds 1 nulls"),
-    "a null number": (pa.array([ROW, [None, *ROW[1:]]]), "x holds 1 nulls"),
-    "a null row of one size": (pa.array([ROW, None], pa.list_(pa.float32(), 24)), "x holds 1 nulls"),
+    "a null row": (pa.array([ROW, None, ROW]), "x holds 1 null values"),
+    "a null number": (pa.array([ROW, [None, *ROW[1:]]]), "x holds 1 null values"),
+    "a null row of one size": (pa.array([ROW, None], pa.list_(pa.float32(), 24)), "x holds 1 null values"),
     "other sizes": (pa.array([ROW[1:], ROW[1:]]), r"x holds 23 values per row, but the model takes \(4, 2, 3\)"),
     "rows of several sizes": (pa.array([ROW[1:], [*ROW, 1.0]]), "x holds rows of different lengths"),
     "one empty row": (pa.array([[*ROW, *ROW], []]), "x holds rows of different lengths"),
