@@ -36,7 +36,7 @@ def test_an_output_is_finished_when_settings_and_steps_are_these(tmp_path):
 def test_an_output_that_is_not_ours_or_damaged_is_in_the_way(tmp_path):
     output = publish(tmp_path / "staging", 4)
     (output / "model.txt").write_text("less")
-    with pytest.raises(errors.BadInput, match="a damaged result of ours: --overwrite"):
+    with pytest.raises(errors.BadInput, match="a damaged output of this toolkit: pass --overwrite"):
         resuming.is_finished(output, SETTINGS, 4, False)
     assert not resuming.is_finished(output, SETTINGS, 4, True)
     (tmp_path / "file").write_text("mine")
