@@ -10,6 +10,7 @@ and the measures of evaluate.py. The last line is JSON; the exit code is 1 if an
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,10 @@ def commands(data, out, steps, num_workers):
 
 def run(tree, script, flags):
     """Run a script of a source tree and wait for it."""
-    done = subprocess.run([sys.executable, script, *map(str, flags)], cwd=tree, capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # sums depend on the threads, and those on what else runs
+    done = subprocess.run(
+        [sys.executable, script, *map(str, flags)], cwd=tree, env=environment, capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(f"{tree}: {script} ended with {done.returncode}: {done.stderr[-2000:]}")
 
