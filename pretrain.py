@@ -228,31 +228,30 @@ def make_batches(task, place, first_step, num_train_timesteps):
     return batches, validation_batches(held_out, load, place, batching) if held_out else []
 
 
-def prepare(task, place):
-    """Return the loop.Run of a worker, restored from the newest checkpoint."""
+def prepare(task, place, start):
+    """Return the loop.Run of a worker, restored from the checkpoint at its start."""
     from diffusers import DDPMScheduler
 
     config, schedule, compute, model_dir = task.pretraining, task.schedule, task.compute, task.output.model_dir
     loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
     dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
-    step, folder = checkpoints.newest_checkpoint(task.output.work_dir)
     unet = load_unet(
         config.unet,
         model_dir,
         place,
-        folder,
+        start.folder,
         schedule.seed,
         from_pretrained=config.init_from_pretrained,
         gradient_checkpointing=compute.gradient_checkpointing,
         channels_last=config.strategy != "fsdp",
     )
     model = parallel.wrap(unet, place, config.strategy, config.fsdp_sharding, dtype)
-    optimizer = make_optimizer(task.optimization, schedule.max_train_steps, {"unet": unet}, place, dtype, folder)
+    optimizer = make_optimizer(task.optimization, schedule.max_train_steps, {"unet": unet}, place, dtype, start)
     ema = parallel.Ema(unet.parameters(), config.ema_decay) if config.ema_decay else None
-    if folder and ema:
-        checkpoints.restore_averages(folder / "ema" / "unet", unet, ema)
+    if start.step and ema:
+        checkpoints.restore_averages(start.folder and start.folder / "ema" / "unet", unet, ema, place)
     noise_scheduler = DDPMScheduler.from_pretrained(model_dir, subfolder="scheduler")
-    batches, held_out = make_batches(task, place, step, noise_scheduler.config.num_train_timesteps)
+    batches, held_out = make_batches(task, place, start.step, noise_scheduler.config.num_train_timesteps)
     options = {"model": model, "noise_scheduler": noise_scheduler, "snr_gamma": config.snr_gamma}
     options["vae_config"] = read_config(model_dir, "vae")
 
@@ -269,7 +268,7 @@ def prepare(task, place):
                 checkpoints.write_module(folder / "ema" / "unet", unet, place)
 
     return loop.Run(
-        step=step,
+        step=start.step,
         model=model,
         optimizer=optimizer,
         batch=lambda step, micro: next(batches),
@@ -362,9 +361,9 @@ def train(args, settings, data, steps, num_workers, owner):
     count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
     pool = {"num_workers": 0}
     if num_workers and count:
-        resources = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
-        pool = share_with_loaders(resources, num_workers, count, args.online, args.gpus_per_worker)
-        pool["max_failures"] = args.max_failures
+        nodes = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
+        pool = share_with_loaders(nodes, num_workers, count, args.online, args.gpus_per_worker)
+        pool |= {"max_failures": args.max_failures, "address": nodes.address}
     learned = {"unet": settings["unet"], "rows_per_step": settings["rows_per_step"], "data": asdict(data), "pool": pool}
     task = PretrainTask(
         output=from_flags(Output, args, settings=settings, owner=owner),

@@ -193,30 +193,29 @@ def make_batches(task, place, frozen_text_encoder, num_train_timesteps):
     return batch
 
 
-def prepare(task, place):
-    """Return the loop.Run of a worker, restored from the newest checkpoint."""
+def prepare(task, place, start):
+    """Return the loop.Run of a worker, restored from the checkpoint at its start."""
     from diffusers import DDPMScheduler
 
     config, compute, model_dir = task.dreambooth, task.compute, task.output.model_dir
     loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
     dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
-    step, folder = checkpoints.newest_checkpoint(task.output.work_dir)
     modules, frozen = load_modules(
         model_dir,
-        folder,
+        start.folder,
         place.device,
         train_text_encoder=config.train_text_encoder,
         gradient_checkpointing=compute.gradient_checkpointing,
         channels_last=not task.optimization.use_8bit_adam,  # bitsandbytes copies weights to contiguous memory
     )
-    optimizer = make_optimizer(task.optimization, task.schedule.max_train_steps, modules, place, dtype, folder)
+    optimizer = make_optimizer(task.optimization, task.schedule.max_train_steps, modules, place, dtype, start)
     joined = join_modules(modules.get("text_encoder"), modules["unet"])
     if config.compile:
         joined.compile()
     model = parallel.wrap(joined, place, reduce_dtype=config.reduce_dtype)
     noise_scheduler = DDPMScheduler.from_pretrained(model_dir, subfolder="scheduler")
     return loop.Run(
-        step=step,
+        step=start.step,
         model=model,
         optimizer=optimizer,
         batch=make_batches(task, place, frozen, noise_scheduler.config.num_train_timesteps),

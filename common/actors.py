@@ -1,17 +1,24 @@
 """Map work over a pool of Ray Data actors, or run it in this process."""
 
+import _thread
+import contextlib
 import itertools
 import pickle
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from common.cluster import share_resources, start_ray
-from common.errors import Fault, ToolError, as_tool_error, describe_error
+from common.board import RemoteBoard, board_on_ray
+from common.cluster import start_ray
+from common.errors import Fault, ToolError, TryAgain, as_tool_error, describe_error
 from common.messages import listen, say
 from common.no_gc import no_gc
+from common.nodes import Waiting, default_workers, describe, say_what_lacks, share_resources
+
+LOOK_EVERY = 1.0  # seconds between two looks at the actors' signs of life
 
 
 def map_on_actors(
@@ -44,15 +51,16 @@ def map_on_actors(
         yield from map(worker, itertools.chain.from_iterable(map(prepare, items)))
         return
     heard = set()
-    for row in _on_ray(worker_class, options, items, num_workers, prepare, ordered, **place).iter_rows():
-        result, said = pickle.loads(row["bytes"])
-        for message in dict.fromkeys(said):
-            if message not in heard:  # several actors may send the same message
-                say(message)
-            heard.add(message)
-        if isinstance(result, ToolError):
-            raise result
-        yield result
+    with contextlib.closing(_on_ray(worker_class, options, items, num_workers, prepare, ordered, **place)) as rows:
+        for row in rows:
+            result, said = pickle.loads(row["bytes"])
+            for message in dict.fromkeys(said):
+                if message not in heard:  # several actors may send the same message
+                    say(message)
+                heard.add(message)
+            if isinstance(result, ToolError):
+                raise result
+            yield result
 
 
 def _on_ray(
@@ -67,18 +75,20 @@ def _on_ray(
     cpus_per_worker=None,
     gpus_per_worker=None,
     max_failures=3,
+    start_timeout=1800,
 ):
-    """Return a Ray Data dataset with one column, the pickled results of `map_on_actors`."""
-    resources = start_ray(address, insecure_cluster)
+    """Yield the rows of a Ray Data dataset with one column, the pickled results of `map_on_actors`."""
+    nodes = start_ray(address, insecure_cluster)
     import ray.data
     from ray.data import ActorPoolStrategy
     from ray.util.annotations import RayDeprecationWarning
 
-    smallest, largest = _pool_size(num_workers, resources, len(items))
-    cpus, gpus = share_resources(resources, largest, cpus_per_worker, gpus_per_worker)
+    smallest, largest = _pool_size(num_workers, nodes, len(items), gpus_per_worker)
+    cpus, gpus = share_resources(nodes, largest, cpus_per_worker, gpus_per_worker)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    context.execution_no_progress_timeout_s = -1  # a batch may take hours; `_watch` looks at the actors themselves
     context.execution_options.preserve_order = ordered
     rows = ray.data.from_items([{"bytes": pickle.dumps((item, []))} for item in items], override_num_blocks=len(items))
     if prepare is not _as_it_is:
@@ -86,26 +96,67 @@ def _on_ray(
         # few CPUs and no GPU the requests are equal, and Ray Data fuses both stages into the actor: fewer processes.
         rows = rows.flat_map(_Prepare(prepare), num_cpus=min(1.0, cpus / 2))
     if worker_class is None:
-        return rows
-    # Without a limit Ray Data restarts a dying actor forever. Ray 2.60 deprecates these two options without offering
-    # a replacement yet.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RayDeprecationWarning)
-        return rows.map(
-            _Actor,
-            fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}),
-            compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
-            num_cpus=cpus / 2,  # half of its share: Ray Data's own tasks need CPUs too, or everything waits forever
-            num_gpus=gpus,
-            max_restarts=max_failures,
-            max_task_retries=max_failures,
-        )
+        yield from rows.iter_rows()
+        return
+    asked = cpus / 2  # half of its share: Ray Data's own tasks need CPUs too, or everything waits forever
+    say_what_lacks(nodes, largest, asked, gpus)
+    is_watched = not nodes.is_local and threading.current_thread() is threading.main_thread()
+    watch = _watch(Waiting(1, asked, gpus), start_timeout) if is_watched else contextlib.nullcontext()
+    with watch as board_name:
+        # Without a limit Ray Data restarts a dying actor forever. Ray 2.60 deprecates these two options without
+        # offering a replacement yet.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RayDeprecationWarning)
+            rows = rows.map(
+                _Actor,
+                fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}, board_name),
+                compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
+                num_cpus=asked,
+                num_gpus=gpus,
+                max_restarts=max_failures,
+                max_task_retries=max_failures,
+            )
+        yield from rows.iter_rows()
 
 
-def _pool_size(num_workers, resources, num_items):
+@contextlib.contextmanager
+def _watch(waiting: Waiting, start_timeout: float) -> Iterator[str]:
+    """Yield the name of a board for actors; say what they wait for while none of them is alive.
+
+    Raises TryAgain in the main thread after `start_timeout` seconds without a living actor.
+    """
+    done, waited = threading.Event(), 0.0
+
+    def look(board: RemoteBoard) -> None:
+        nonlocal waited
+        while not done.wait(LOOK_EVERY):
+            waited = waiting.look(board.news()[2])
+            if waited > start_timeout:
+                _thread.interrupt_main()
+                return
+
+    with board_on_ray() as board:
+        thread = threading.Thread(target=look, args=(board,), daemon=True)
+        thread.start()
+        try:
+            yield board.name
+        except KeyboardInterrupt:
+            if waited <= start_timeout:
+                raise
+            asked = describe(waiting.num_workers, waiting.cpus, waiting.gpus)
+            raise TryAgain(
+                f"the cluster had no room for {asked} for {start_timeout:g} s: run the same command again when it has, "
+                "or pass a longer --start_timeout"
+            ) from None
+        finally:
+            done.set()
+            thread.join()
+
+
+def _pool_size(num_workers, nodes, num_items, gpus_per_worker=None):
     """Return the (min, max) number of actors, by default one per GPU or else per four CPUs; at most one per item."""
     if num_workers is None:
-        num_workers = int(resources.get("GPU", 0)) or max(1, int(resources.get("CPU", 1)) // 4)
+        num_workers = default_workers(nodes, gpus_per_worker, without_gpus=max(1, int(nodes.total("CPU")) // 4))
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
     return min(smallest, num_items), min(largest, num_items)
 
@@ -154,7 +205,8 @@ class _Actor:
     calling thread, and with more OpenMP threads than CPUs it is a quarter slower.
     """
 
-    def __init__(self, worker_class, options):
+    def __init__(self, worker_class, options, board_name=None):
+        self.board = board_name and RemoteBoard(board_name, beats=True)
         self.thread, self.said = ThreadPoolExecutor(1), []
         listen(self.said.append)
         if _was_restarted():

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from common.errors import BadInput, Terminated, describe_error
 from common.messages import keep_stdout_for_the_result, say
 
-PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures")
+PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures", "start_timeout")
 
 
 def run(main: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> NoReturn:
@@ -42,8 +42,8 @@ def _raise_terminated(signal_number, frame):
 
 
 @contextlib.contextmanager
-def stop_file(path: str | os.PathLike) -> Iterator[list[int]]:
-    """Create the file `path`, which workers poll, on SIGTERM or SIGINT; yield a list that receives the signal's number.
+def stopping(ask: Callable[[], Any]) -> Iterator[list[int]]:
+    """Call `ask()` on SIGTERM or SIGINT, so that the workers save and stop; yield a list for the signal's number.
 
     A second signal ends the process immediately.
     """
@@ -53,19 +53,15 @@ def stop_file(path: str | os.PathLike) -> Iterator[list[int]]:
         if received:
             os._exit(128 + signal_number)
         received.append(signal_number)
-        open(path, "w").close()
+        ask()
         say("saving a checkpoint before stopping")
 
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
     earlier = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
 
 
 def check_text(flag: str, text: str) -> None:
@@ -106,10 +102,12 @@ def add_compute_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--address", help=help_text)
     help_text = "join a Ray cluster that does not use token authentication"
     group.add_argument("--insecure_cluster", action="store_true", help=help_text)
-    help_text = "CPUs per worker; default: an even share of the cluster's CPUs"
+    help_text = "CPUs per worker; default: an even share of this machine's CPUs, or 1 on a cluster"
     group.add_argument("--cpus_per_worker", type=positive_float, help=help_text)
-    help_text = "GPUs per worker; default: 1 if the cluster has GPUs, else 0"
-    group.add_argument("--gpus_per_worker", type=positive_float, help=help_text)
+    help_text = "GPUs per worker; default: 1 if there are GPUs, else 0; required on a cluster without GPUs at present"
+    group.add_argument("--gpus_per_worker", type=non_negative_float, help=help_text)
+    help_text = "seconds to wait for a cluster to hold the workers before the run ends with exit code 75"
+    group.add_argument("--start_timeout", type=positive_float, default=1800, help=help_text)
     help_text = "number of times a worker that died is restarted before the run ends with exit code 4"
     group.add_argument("--max_failures", type=non_negative_int, default=3, help=help_text)
     group.add_argument(

@@ -1,22 +1,28 @@
-"""Start or join Ray and share its resources."""
+"""Start a local Ray, or join a cluster and send it the code."""
 
 import contextlib
 import importlib
 import ipaddress
+import json
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common.errors import BadInput
+from common.nodes import Nodes
 
 OLDEST_RAY = (2, 60)
 TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
-NOT_UPLOADED = [".git", ".venv", "data", "models", "tests"]  # folders of the project that cluster workers do not need
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray's job server tells the command of `ray job submit`
+PACKAGES = ("common", "pipelines", "training", "pretraining", "evaluation")
+CODE = {".py", ".jinja"}  # suffixes of the files that workers need
 
 
 def is_local(address: str | None = None) -> bool:
@@ -28,13 +34,13 @@ def _full_address(address: str | None) -> str:
     return address or os.environ.get("RAY_ADDRESS") or "local"
 
 
-def start_ray(address: str | None = None, insecure_cluster: bool = False, module: str = "ray.data") -> dict[str, float]:
-    """Start a local Ray instance, or join the cluster at `address` or RAY_ADDRESS; return its resources: {"CPU": 8.0}.
+def start_ray(address: str | None = None, insecure_cluster: bool = False, module: str = "ray.data") -> Nodes:
+    """Start a local Ray instance, or join the cluster at `address` or RAY_ADDRESS; return its nodes.
 
     module: the Ray library that the caller uses next; it is imported while Ray's processes start.
 
     A local instance listens on the loopback interface only. BadInput is raised for a cluster without token
-    authentication, unless `insecure_cluster` is set. A cluster's workers receive the project through `runtime_env`.
+    authentication, unless `insecure_cluster` is set. A cluster's workers receive the project's code.
     """
     address = _full_address(address)
     _set_ray_variables(is_local(address))
@@ -43,17 +49,37 @@ def start_ray(address: str | None = None, insecure_cluster: bool = False, module
     if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST_RAY:
         raise BadInput(f"Ray {ray.__version__} is installed, 2.60 or newer is needed: pip install -r requirements.txt")
     if not ray.is_initialized():
-        options: dict[str, Any] = {"include_dashboard": False}
-        if not is_local(address):
+        if is_local(address):
+            with _importing(module):
+                _connect(address, {"include_dashboard": False})
+        else:
             if not insecure_cluster:
                 _check_token(address)
-            project = str(Path(__file__).resolve().parent.parent)
-            options = {"runtime_env": {"working_dir": project, "excludes": NOT_UPLOADED}}
-        with _importing(module):
-            _connect(address, options)
+            with _importing(module), _code_for_workers() as runtime_env:
+                _connect(address, {"runtime_env": runtime_env} if runtime_env else {})
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they also raise the errors that they log
-    return ray.cluster_resources()
+    return Nodes(tuple(node["Resources"] for node in ray.nodes() if node["Alive"]), is_local(address), address)
+
+
+@contextlib.contextmanager
+def _code_for_workers() -> Iterator[dict[str, str]]:
+    """Yield a runtime_env with the project's code alone, without photos, models and results; {} if the job has it.
+
+    A command of `ray job submit --working-dir` runs in a copy of the project that all workers get; Ray refuses a second
+    working directory.
+    """
+    if "working_dir" in json.loads(os.environ.get(JOB) or "{}").get("runtime_env", {}):
+        yield {}
+        return
+    project = Path(__file__).resolve().parent.parent
+    with tempfile.TemporaryDirectory() as folder:
+        files = [*project.glob("*.py"), *(path for name in PACKAGES for path in (project / name).rglob("*"))]
+        for path in (path for path in files if path.suffix in CODE):
+            copy = Path(folder, path.relative_to(project))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        yield {"working_dir": folder}
 
 
 def _set_ray_variables(local: bool) -> None:
@@ -71,6 +97,8 @@ def _set_ray_variables(local: bool) -> None:
     if local:
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # makes Ray listen on 127.0.0.1 only
         variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # an actor that waits for a cloud's preemption notice
+    else:
+        variables["RAY_NUM_REDIS_GET_RETRIES"] = "2"  # of ten seconds each, before a cluster does not answer
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
@@ -166,30 +194,3 @@ def _no_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-def share_resources(
-    resources: dict[str, float],
-    num_workers: int,
-    cpus_per_worker: float | None = None,
-    gpus_per_worker: float | None = None,
-) -> tuple[float, float]:
-    """Return (CPUs, GPUs) per worker: the flags' values, or an even share of the CPUs and one GPU if there are any.
-
-    Raises BadInput if the cluster cannot hold all workers at once; Ray would wait for resources forever.
-    """
-    cpus, gpus = resources.get("CPU", 1), resources.get("GPU", 0)
-    gpu = gpus_per_worker if gpus_per_worker is not None else float(gpus > 0)
-    cpu = cpus_per_worker if cpus_per_worker is not None else _even_share(cpus, num_workers)
-    for name, each, total in (("CPUs", cpu, cpus), ("GPUs", gpu, gpus)):
-        if each * num_workers > total + 1e-6:  # tolerance for rounded shares
-            raise BadInput(
-                f"--num_workers {num_workers} of {each:g} {name} each need {each * num_workers:g}, the cluster has "
-                f"{total:g}: use fewer workers or fewer {name} per worker"
-            )
-    return cpu, gpu
-
-
-def _even_share(cpus: float, num_workers: int) -> float:
-    share = cpus / num_workers
-    return float(int(share)) if share >= 1 else int(share * 100) / 100

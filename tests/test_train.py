@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, last_json, make_photos, run_script, tree
 
 import train
-from common import errors, folders
+from common import board, errors, folders
 from training import checkpoints, logs, loop, validation
 
 
@@ -191,7 +191,7 @@ def test_a_run_that_is_stopped_without_a_signal_drops_nothing(command, monkeypat
     real = loop.accumulate_gradients
 
     def stop(run, step, *rest):
-        (command.work_dir / loop.STOP).touch()
+        board.current().ask_to_stop()
         return real(run, step, *rest)
 
     with monkeypatch.context() as patch, pytest.raises(errors.Stopped):

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,29 @@ def newest_checkpoint(work_dir: str | Path) -> tuple[int, Path | None]:
             return step, path
         say(f"warning: {path} is damaged: using the checkpoint before it")
     return 0, None
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: the newest checkpoint, or step 0.
+
+    folder: of the checkpoint, on rank 0 only, which alone reads it. facts: of its manifest.
+    """
+
+    step: int = 0
+    folder: Path | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def find_start(work_dir: str | Path, place: Place) -> Start:
+    """Return where a run starts. Rank 0 chooses and verifies the checkpoint and tells the others its step.
+
+    A rank that looked for itself could find another one: a network disk shows new files late.
+    """
+    step, folder = newest_checkpoint(work_dir) if place.rank == 0 else (0, None)
+    facts = {"scaler": (folders.read_manifest(folder) or {}).get("scaler")} if folder else {}
+    step, facts = place.share((step, facts))
+    return Start(step, folder, facts)
 
 
 def save_checkpoint(
@@ -203,34 +227,51 @@ def write_share(folder: str | Path, stem: str, tensors: dict[str, Any], place: P
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
-def read_shares(folder: str | Path, stem: str) -> dict[str, torch.Tensor]:
-    """Return the named tensors in the files of all workers, whole."""
-    from safetensors.torch import load_file
+def read_shares(folder: str | Path | None, stem: str, place: Place | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of the files of all workers, one after another; rank 0 reads and sends them.
 
-    tensors = {}
-    for path in sorted(Path(folder).glob(f"{stem}*.safetensors")):
-        tensors |= load_file(path)
-    return tensors
+    folder: None on the other ranks. place: of this worker, None if there is one only.
+    """
+    from safetensors import safe_open
+
+    share: Callable[[Any], Any] = place.share if place else lambda value: value
+    with contextlib.ExitStack() as stack:
+        paths = sorted(Path(folder).glob(f"{stem}*.safetensors")) if folder else []
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        names = [(i, name) for i, file in enumerate(files) for name in file.keys()]  # noqa: SIM118
+        for i, name in share(names):
+            tensor: Any = files[i].get_tensor(name) if folder else None
+            yield name, place.share_tensor(tensor) if place else tensor
 
 
 def restore_optimizer(
-    folder: str | Path, modules: dict[str, torch.nn.Module], optimizer: torch.optim.Optimizer
+    folder: str | Path | None,
+    modules: dict[str, torch.nn.Module],
+    optimizer: torch.optim.Optimizer,
+    place: Place | None = None,
 ) -> None:
     """Restore the optimizer state of a checkpoint, which any number of workers may have written."""
-    tensors = read_shares(folder, "optimizer")
-    state: dict[Any, dict[str, Any]] = {}
-    for name, parameter in named_parameters(modules):
-        found = {key.rpartition(":")[2]: key for key in tensors if key.rpartition(":")[0] == name}
-        if not found:
+    parameters = dict(named_parameters(modules))
+    state: dict[Any, dict[str, Any]] = {parameter: {} for parameter in parameters.values()}
+    for full_name, tensor in read_shares(folder, "optimizer", place):
+        name, _, key = full_name.rpartition(":")
+        if name in parameters:
+            state[parameters[name]][key] = place_like(tensor, parameters[name])
+    for name, parameter in parameters.items():
+        if not state[parameter]:
             raise CheckFailed(f"{folder}/optimizer.safetensors has no state of {name}: delete this checkpoint")
-        state[parameter] = {key: place_like(tensors[full], parameter) for key, full in found.items()}
         if not state[parameter]["step"].is_floating_point():  # of an 8-bit optimizer
             state[parameter]["step"] = state[parameter]["step"].item()
     optimizer.state.update(state)
 
 
-def restore_averages(folder: str | Path, module: torch.nn.Module, ema: Ema) -> None:
+def restore_averages(folder: str | Path | None, module: torch.nn.Module, ema: Ema, place: Place | None = None) -> None:
     """Restore the exponential moving average of a module from a checkpoint."""
-    tensors = read_shares(folder, WEIGHTS)
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    ema.averages = [place_like(tensors[name], parameter) for name, parameter in zip(names, ema.parameters, strict=True)]
+    parameters = dict(zip(names, ema.parameters, strict=True))
+    found = {
+        name: place_like(tensor, parameters[name])
+        for name, tensor in read_shares(folder, WEIGHTS, place)
+        if name in parameters
+    }
+    ema.averages = [found[name] for name in names]

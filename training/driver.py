@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import shutil
 import signal
 import threading
@@ -14,18 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from common import folders
-from common.cli import stop_file
-from common.cluster import end_idle_actors, is_local, share_resources, start_ray
+from common.board import Board, RemoteBoard, board_on_ray, use
+from common.cli import stopping
+from common.cluster import end_idle_actors, start_ray
 from common.errors import BadInput, Fault, Stopped, TryAgain, WorkerDied, as_tool_error, causes, describe_error
 from common.messages import Progress, print_result, say
+from common.nodes import Nodes, Waiting, default_workers, say_what_lacks, share_resources
 from training import resuming
-from training.logs import LOG, read_last_line
-from training.loop import STOP
 from training.task import Task
-from training.workers import MESSAGES, tell_driver
+from training.workers import tell_driver
 
 TRAINER = "ray.train.torch"  # the part of Ray that trains
-FOLLOW_EVERY = 0.2  # seconds between two looks at the log
+FOLLOW_EVERY = 0.2  # seconds between two looks at the board
+START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,7 +47,8 @@ def run_training(
     """
     num_workers = resuming.recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
     if num_workers is None:
-        num_workers = int(start_ray(args.address, args.insecure_cluster, TRAINER).get("GPU", 0)) or 1
+        nodes = start_ray(args.address, args.insecure_cluster, TRAINER)
+        num_workers = default_workers(nodes, args.gpus_per_worker, without_gpus=1)
     steps = plan_steps(num_workers)
     lock_file = Path(args.work_dir) / folders.LOCK
     if resuming.is_finished(args.output_dir, settings, steps, args.overwrite):
@@ -90,102 +93,138 @@ def check_batch(count: int, per_step: int, flag: str, unit: str = "images") -> N
 # Its workers
 
 
-def run_workers(
+def run_workers(train_loop: Callable[[dict], dict], task: Task, **place: Any) -> dict[str, Any]:
+    """Call train_loop(task as plain values) on each worker, show the log, and return what rank 0 returns.
+
+    0 workers: this process, without Ray. place: arguments of _run_on_ray, of which cli.placement returns most.
+    A signal makes the workers save and stop; then Stopped is raised.
+    """
+    if task.compute.num_workers == 0:
+        board = Board()
+        use(board)
+        with stopping(board.ask_to_stop) as signals:
+            # In the thread that has encoded, because OpenMP keeps a team of threads for each calling thread, and they
+            # stop spinning once there are more of them than CPUs.
+            result = _show(lambda: train_loop(asdict(task)), board, task, signals)
+    else:
+        with stopping(lambda: None) as signals:  # _follow passes the request on
+            result = _run_on_ray(train_loop, task, signals, **place)
+    if result["stopped"]:
+        raise Stopped(signals[0] if signals else signal.SIGTERM)
+    return result
+
+
+def _run_on_ray(
     train_loop: Callable[[dict], dict],
     task: Task,
+    signals: list[int],
     has_loaders: bool = False,
     address: str | None = None,
     insecure_cluster: bool = False,
     cpus_per_worker: float | None = None,
     gpus_per_worker: float | None = None,
     max_failures: int = 0,
+    start_timeout: float = 60,
 ) -> dict[str, Any]:
-    """Call train_loop(task as plain values) on each worker, show the log, and return what rank 0 returns.
+    """Train with Ray Train; has_loaders: actors that read the workers' data take half of their CPUs."""
+    num_workers, cluster = task.compute.num_workers, (address, insecure_cluster, TRAINER)
+    nodes = start_ray(*cluster)
+    end_idle_actors(address)
+    cpus, gpus = share_resources(nodes, num_workers, cpus_per_worker, gpus_per_worker)
+    check_whole_gpus(num_workers, gpus)
+    config = asdict(task)
+    config["compute"]["num_threads"] = max(1, int(cpus))
+    share = cpus / 2 if has_loaders else cpus, gpus
+    say_what_lacks(nodes, num_workers, *share)
+    if not nodes.is_local:
+        os.environ[START_TIMEOUT] = str(start_timeout)
+    storage_path = Path(task.output.work_dir) / "ray"
 
-    0 workers: this process, without Ray. has_loaders: actors that read the workers' data take half of their CPUs.
-    A signal makes the workers save and stop; then Stopped is raised.
-    """
-    work_dir, cluster, config = Path(task.output.work_dir), (address, insecure_cluster, TRAINER), asdict(task)
-    num_workers = task.compute.num_workers
-    if num_workers:
-        resources = start_ray(*cluster)
-        end_idle_actors(address)
-        cpus, gpus = share_resources(resources, num_workers, cpus_per_worker, gpus_per_worker)
-        config["compute"]["num_threads"] = max(1, int(cpus))
-        (work_dir / MESSAGES).unlink(missing_ok=True)
-        on_ray, reserved = partial(tell_driver, train_loop), cpus / 2 if has_loaders else cpus
-        fit = _make_fit(on_ray, work_dir / "ray", num_workers, reserved, gpus, is_local(address))
-    done = threading.Event()
-    with stop_file(work_dir / STOP) as signals, ThreadPoolExecutor(2) as pool:
-        follower = pool.submit(_follow, work_dir, task.schedule.max_train_steps, done)
-        try:
-            # Without Ray: in the thread that has encoded, because OpenMP keeps a team of threads for each calling
-            # thread, and they stop spinning once there are more of them than CPUs. With Ray: in another thread,
-            # because Ray would take SIGINT for itself in this one.
-            if num_workers == 0:
-                result = train_loop(config)
-            else:
-                result = _until_done(lambda: pool.submit(fit, config).result(), max_failures, cluster)
-        finally:
-            done.set()
-        follower.result()
-    shutil.rmtree(work_dir / "ray", ignore_errors=True)
-    (work_dir / MESSAGES).unlink(missing_ok=True)
-    if result["stopped"]:
-        raise Stopped(signals[0] if signals else signal.SIGTERM)  # without a signal somebody else wrote the stop file
+    def attempt() -> dict[str, Any]:
+        if signals:
+            raise Stopped(signals[0])
+        waiting = None if nodes.is_local else Waiting(num_workers, *share)
+        with board_on_ray() as board, ThreadPoolExecutor(1) as pool:  # another thread: in this one Ray takes SIGINT
+            loop = partial(tell_driver, train_loop, board.name)
+            return _show(
+                lambda: pool.submit(_fit, loop, config, storage_path, num_workers, *share, nodes.is_local).result(),
+                board,
+                task,
+                signals,
+                waiting,
+            )
+
+    result = _until_done(attempt, max_failures, nodes, cluster)
+    shutil.rmtree(storage_path, ignore_errors=True)
     return result
 
 
-def _until_done(fit: Callable[[], dict], max_failures: int, cluster: tuple) -> dict:
-    """Return fit(), called again after the death of a worker, but not after another ToolError.
+def check_whole_gpus(num_workers: int, gpus_per_worker: float) -> None:
+    """Raise BadInput for several workers on a GPU: NCCL, which averages their gradients, refuses them."""
+    if gpus_per_worker % 1 and num_workers > 1:
+        raise BadInput(
+            f"--gpus_per_worker {gpus_per_worker:g}: training workers cannot share a GPU: use 1, and as many "
+            "--num_workers as there are GPUs"
+        )
 
-    cluster: the arguments of start_ray. Ray would start the workers again after either, so it is told not to.
+
+def _until_done(attempt: Callable[[], dict], max_failures: int, nodes: Nodes, cluster: tuple) -> dict[str, Any]:
+    """Return attempt(), called again after the death of a worker, but not after another ToolError.
+
+    cluster: the arguments of start_ray. Ray Train would start the workers again after either, for a photo that cannot
+    be read as for a node that is lost, so it is told not to.
     """
     import ray
 
     for left in reversed(range(max_failures + 1)):
         try:
-            return fit()
+            return attempt()
         except Exception as error:
+            _check_start(error, nodes)
             known = filter(None, map(as_tool_error, causes(error)))
             if not left or not all(isinstance(each, WorkerDied | Fault) for each in known):
                 raise
             reason = describe_error(error)[1].split(". ")[0]
             say(f"warning: {reason}: restarting the workers from the newest checkpoint")
-            if isinstance(error, ray.exceptions.RayActorError) and is_local(cluster[0]):
+            if isinstance(error, ray.exceptions.RayActorError) and nodes.is_local:
                 ray.shutdown()  # Ray Train's controller died, and nothing else releases the workers' CPUs
                 start_ray(*cluster)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _make_fit(
+def _check_start(error: BaseException, nodes: Nodes) -> None:
+    """Raise TryAgain if workers did not find room on a cluster in time."""
+    if not nodes.is_local and any(type(each).__name__ == "WorkerGroupStartupTimeoutError" for each in causes(error)):
+        raise TryAgain(
+            f"the cluster had no room for all workers for {float(os.environ[START_TIMEOUT]):g} s: run the same command "
+            "again when it has, use fewer --num_workers, or a longer --start_timeout"
+        ) from error
+
+
+def _fit(
     train_loop: Callable[[dict], dict],
+    config: dict,
     storage_path: Path,
     num_workers: int,
     cpus: float,
     gpus: float,
     is_alone: bool,
-) -> Callable[[dict], dict]:
-    """Return fit(config), which trains on Ray once; is_alone: on a local Ray of this process."""
+) -> dict[str, Any]:
+    """Train on Ray once and return what rank 0 returns; is_alone: on a local Ray of this process."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
+    shutil.rmtree(storage_path, ignore_errors=True)
     scaling_config = ScalingConfig(
         num_workers=num_workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, "GPU": gpus}
     )
-    trainer_class = _make_trainer_class(is_alone)
-
-    def fit(config: dict) -> dict:
-        shutil.rmtree(storage_path, ignore_errors=True)
-        # A new name each time: our checkpoints decide where a run continues, not Ray's record of it.
-        run_config = RunConfig(
-            name=f"run-{time.time_ns()}",
-            storage_path=str(storage_path),
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
-        )
-        options = {"scaling_config": scaling_config, "run_config": run_config}
-        return trainer_class(train_loop, train_loop_config=config, **options).fit().return_value
-
-    return fit
+    # A new name each time: our checkpoints decide where a run continues, not Ray's record of it.
+    run_config = RunConfig(
+        name=f"run-{time.time_ns()}",
+        storage_path=str(storage_path),
+        failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+    )
+    options = {"scaling_config": scaling_config, "run_config": run_config}
+    return _make_trainer_class(is_alone)(train_loop, train_loop_config=config, **options).fit().return_value
 
 
 def _make_trainer_class(is_alone: bool) -> Any:
@@ -207,30 +246,50 @@ def _make_trainer_class(is_alone: bool) -> Any:
     return Trainer
 
 
-def _follow(work_dir: Path, total: int, done: threading.Event) -> None:
-    """Show the workers' messages, and the last line of log.jsonl, as they come, until the event `done`."""
-    progress, is_last, num_shown = None, False, 0
+def _show(
+    run: Callable[[], dict],
+    board: Board | RemoteBoard,
+    task: Task,
+    signals: list[int],
+    waiting: Waiting | None = None,
+) -> dict[str, Any]:
+    """Return run(), and show meanwhile what the workers tell the board."""
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        follower = pool.submit(_follow, board, task.schedule.max_train_steps, done, signals, waiting)
+        try:
+            result = run()
+        finally:
+            done.set()
+        follower.result()
+    return result
+
+
+def _follow(
+    board: Board | RemoteBoard, total: int, done: threading.Event, signals: list[int], waiting: Waiting | None
+) -> None:
+    """Show messages, the newest line of the log, and what is waited for, until the event `done`.
+
+    signals: filled when the workers shall save and stop.
+    """
+    progress, is_last, is_told, num_shown = None, False, False, 0
     while not is_last:
         is_last = done.wait(FOLLOW_EVERY)
-        num_shown += _show_messages(work_dir / MESSAGES, num_shown)
-        last = read_last_line(work_dir / LOG)
-        if last is None:
+        if signals and not is_told:
+            board.ask_to_stop()
+            is_told = True
+        messages, line, silence = board.news(num_shown)
+        num_shown += len(messages)
+        for message in messages:
+            say(message)
+        if waiting and not is_last:
+            waiting.look(silence)
+        if line is None:
             continue
         if progress is None:
-            progress = Progress("train", total, "steps", initial=last["step"])
-        figures = {name: f"{last[name]:.4g}" for name in ("loss", "grad_norm") if last.get(name) is not None}
-        if last["step"] != progress.done or is_last:
-            progress.update(last["step"] - progress.done, **figures)
+            progress = Progress("train", total, "steps", initial=line["step"])
+        figures = {name: f"{line[name]:.4g}" for name in ("loss", "grad_norm") if line.get(name) is not None}
+        if line["step"] != progress.done or is_last:
+            progress.update(line["step"] - progress.done, **figures)
     if progress:
         progress.close()
-
-
-def _show_messages(path: Path, num_shown: int) -> int:
-    """Print the whole lines of a file after the first `num_shown`; return how many there were."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last line break is not whole
-    except FileNotFoundError:
-        return 0
-    for line in lines[num_shown:]:
-        say(line)
-    return max(0, len(lines) - num_shown)

@@ -1,17 +1,13 @@
 """The log of a training: log.jsonl and TensorBoard."""
 
-import contextlib
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from common import folders
+from common import board, folders
 
 LOG = "log.jsonl"  # in the work folder
-MAX_LINE = 8192  # bytes; no line of the log is longer
 
 
 class StepLog:
@@ -27,9 +23,11 @@ class StepLog:
 
     def write(self, step: int, **values: float) -> None:
         """Log the values of one step; the file has null for a value that is not finite."""
-        line = {name: value if abs(value) < float("inf") else None for name, value in values.items()}
+        finite = {name: value if abs(value) < float("inf") else None for name, value in values.items()}
+        line = {"step": step, **finite}
         with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **line}) + "\n")
+            file.write(json.dumps(line) + "\n")
+        board.current().log(line)
         for name, value in values.items():
             self.tensorboard.add_scalar(name, value, step)
 
@@ -41,13 +39,3 @@ class StepLog:
     def close(self) -> None:
         """Close TensorBoard's file."""
         self.tensorboard.close()
-
-
-def read_last_line(path: Path) -> dict[str, Any] | None:
-    """Return the last whole line of a log, None if there is none; only the end of the file is read."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LINE))
-        for text in reversed(file.read().splitlines()):
-            with contextlib.suppress(ValueError):
-                return json.loads(text)
-    return None

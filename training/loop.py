@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common import folders
+from common import board, folders
 from common.errors import CheckFailed
 from common.no_gc import no_gc
 from training import checkpoints, parallel
+from training.checkpoints import Start
 from training.logs import StepLog
 from training.optimizer import DIVERGED, REMEDY, Optimizer
 from training.task import Schedule, Task
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T", bound=Task)
-
-STOP = "stop"  # file in the work folder with which the driver asks the workers to save and stop
-
-
-def stop_asked(work_dir: str) -> bool:
-    """Return whether the driver has asked the workers to save and stop."""
-    return (Path(work_dir) / STOP).exists()
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -124,7 +118,7 @@ class Saver:
         schedule, on_cpu = self.task.schedule, self.place.device.type == "cpu"
         # All workers must agree to stop. On GPUs they wait for each other to do so, therefore only at logged steps.
         asks = is_logged or self.place.world_size == 1 or on_cpu
-        self.stopping = self.stopping or (asks and self.place.any(stop_asked(self.task.output.work_dir)))
+        self.stopping = self.stopping or (asks and self.place.any(board.current().stop_asked()))
         is_to_save = self.stopping or is_due(step, schedule.checkpointing_steps, schedule.max_train_steps)
         # A skipped step is not saved: each run of the command would get only a few steps further. A run that is asked
         # to stop continues to the next good step; is_good ends a run that has none.
@@ -150,6 +144,13 @@ class Saver:
         """Raise what went wrong with the checkpoint that is being sealed, if it is done or `wait`."""
         if self.sealing and (wait or self.sealing.done()):
             self.sealing.result()
+
+
+def check_same_step(step: int, place: Place) -> None:
+    """Raise CheckFailed if the workers are about to train from different steps."""
+
+    if place.any(place.share(step) != step):
+        raise CheckFailed(f"worker {place.rank} starts at step {step}, another one does not: run the command again")
 
 
 def check_owner(task: Task) -> None:
@@ -208,15 +209,16 @@ def train_steps(run: Run, task: Task, place: Place) -> int:
 
 
 def work(
-    task: T, prepare: Callable[[T, Place], Run], publish: Callable[[T, int, torch.device], None]
+    task: T, prepare: Callable[[T, Place, Start], Run], publish: Callable[[T, int, torch.device], None]
 ) -> dict[str, int | bool]:
     """Do all the work of one worker: train from the newest checkpoint to the last step; rank 0 publishes.
 
-    prepare(task, place): returns the Run. publish(task, step, device): publishes the checkpoint of `step`.
+    prepare(task, place, start): returns the Run. publish(task, step, device): publishes the checkpoint of `step`.
     """
     with no_gc():
         place = find_place(task.compute.num_workers)
-        run = prepare(task, place)
+        run = prepare(task, place, checkpoints.find_start(task.output.work_dir, place))
+        check_same_step(run.step, place)
     first, last = run.step, task.schedule.max_train_steps
     step = train_steps(run, task, place)
     del run  # frees the optimizer's memory for the pipeline

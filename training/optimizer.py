@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import folders
 from common.errors import CheckFailed
 from training import checkpoints
 from training.task import Optimization
@@ -106,9 +104,9 @@ def make_optimizer(
     modules: dict[str, torch.nn.Module],
     place: Place,
     dtype: torch.dtype,
-    folder: Path | None,
+    start: checkpoints.Start,
 ) -> Optimizer:
-    """Return the Optimizer of the trainable weights of {"unet": module, ...}, restored from checkpoint `folder`."""
+    """Return the Optimizer of the trainable weights of {"unet": module, ...}, restored from a checkpoint, if any."""
     import torch
 
     optimizer = Optimizer(
@@ -121,9 +119,8 @@ def make_optimizer(
         schedule=(settings.lr_scheduler, settings.lr_warmup_steps, max_train_steps),
         use_8bit=settings.use_8bit_adam,
     )
-    if folder:
-        checkpoints.restore_optimizer(folder, modules, optimizer.adamw)
-        scaler = (folders.read_manifest(folder) or {})["scaler"]
-        if scaler:  # empty if the run has been in bf16 until here
-            optimizer.scaler.load_state_dict(scaler)
+    if start.step:
+        checkpoints.restore_optimizer(start.folder, modules, optimizer.adamw, place)
+        if start.facts["scaler"]:  # empty if the run has been in bf16 until here
+            optimizer.scaler.load_state_dict(start.facts["scaler"])
     return optimizer

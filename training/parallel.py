@@ -33,6 +33,7 @@ def wrap(
     if place.world_size == 1:
         return module
     if strategy == "fsdp":
+        copy_from_first(module)
         shard(module, place, sharding, dtype)
         return module
     options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}  # the buffers are constants
@@ -40,6 +41,16 @@ def wrap(
     if reduce_dtype == "bf16":
         model.register_comm_hook(None, reduce_in_bf16)
     return model
+
+
+def copy_from_first(module: Any) -> None:
+    """Give every worker the weights of rank 0, which alone reads a checkpoint; DDP does so by itself."""
+    import torch
+    import torch.distributed as dist
+
+    with torch.no_grad():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor, src=0)
 
 
 def shard(module: Any, place: Place, sharding: str, dtype: torch.dtype | None) -> None:

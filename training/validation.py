@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common import folders
+from common import board, folders
 from common.errors import one_line
 from common.images import read_image
 from pipelines import loading
 from pipelines.model_folder import VALIDATION_STRIP
-from training.loop import check_owner, is_due, stop_asked
+from training.loop import check_owner, is_due
 from training.task import Images, Task
 from training.workers import Place
 from utils import image_seed
@@ -83,7 +83,7 @@ class Painter:
         seeds = [image_seed(images.seed, index) for index in range(images.num_validation_images)]
         with evaluating(self.modules), torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
             for i, prompt in enumerate(images.validation_prompts):
-                if stop_asked(output.work_dir):
+                if board.current().stop_asked():
                     return False
                 drawn, _ = loading.draw_images(pipeline, [prompt] * len(seeds), seeds, **sampler_of(images))
                 for j, image in enumerate(drawn):

@@ -12,6 +12,7 @@ import ray
 import ray.data
 
 from common import actors, errors, messages
+from common.nodes import Nodes
 
 
 class Doubler:
@@ -33,7 +34,7 @@ def test_without_workers_items_are_done_here_in_order_by_one_worker():
 
 
 def test_too_large_a_pool_is_bad_input(monkeypatch):
-    monkeypatch.setattr(actors, "start_ray", lambda *_: {"CPU": 2.0})
+    monkeypatch.setattr(actors, "start_ray", lambda *_: Nodes(({"CPU": 2.0},)))
     items = [{"number": i} for i in range(9)]
     with pytest.raises(errors.BadInput, match="--num_workers 3 of 1 CPUs"):
         next(actors.map_on_actors(Doubler, {"offset": 1}, items, num_workers=3, cpus_per_worker=1))

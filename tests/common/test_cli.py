@@ -41,15 +41,13 @@ def test_sigterm_becomes_143(capsys):
     assert "SIGTERM" in capsys.readouterr().err
 
 
-def test_a_signal_becomes_a_file_that_workers_look_for(tmp_path, capsys):
-    path = tmp_path / "stop"
-    path.touch()  # of an earlier run that was killed
+def test_a_signal_becomes_a_request_to_stop(capsys):
+    asked = []
     earlier = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with cli.stop_file(path) as received:
-        assert not path.exists() and received == []
+    with cli.stopping(lambda: asked.append("stop")) as received:
+        assert asked == received == []
         os.kill(os.getpid(), signal.SIGTERM)
-        assert path.exists() and received == [signal.SIGTERM]
-    assert not path.exists()
+        assert asked == ["stop"] and received == [signal.SIGTERM]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == earlier
     assert "stopping" in capsys.readouterr().err
 
@@ -139,8 +137,8 @@ RAW_FLAGS = """
 
 
 SHARED_FLAGS = """
-    debug num_workers address insecure_cluster cpus_per_worker gpus_per_worker max_failures mixed_precision model_dir
-    output_dir overwrite
+    debug num_workers address insecure_cluster cpus_per_worker gpus_per_worker max_failures start_timeout mixed_precision
+    model_dir output_dir overwrite
 """
 
 

@@ -11,6 +11,7 @@ import ray
 import ray.data
 
 from common import cluster, errors
+from common.nodes import Nodes, share_resources
 
 
 @pytest.fixture
@@ -27,8 +28,11 @@ def joined(monkeypatch, no_token, listening):
     addresses = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda address, **_: addresses.append(address))
-    monkeypatch.setattr(ray, "cluster_resources", dict)
-    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": host} for host in listening])
+
+    def nodes():
+        return [{"NodeManagerAddress": host, "Alive": True, "Resources": {"CPU": 2.0}} for host in listening]
+
+    monkeypatch.setattr(ray, "nodes", nodes)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: mock.Mock(gcs_address="127.0.0.1:6379"))
     monkeypatch.setattr(ray._private.worker, "_global_node", mock.Mock())
     return addresses
@@ -138,20 +142,20 @@ def test_what_ray_data_leaves_behind_is_ended_and_comes_back_when_needed(ray_ses
     ],
 )
 def test_workers_share_the_cluster_evenly(resources, num_workers, flags, share):
-    assert cluster.share_resources(resources, num_workers, **flags) == share
+    assert share_resources(Nodes((resources,)), num_workers, **flags) == share
 
 
 @pytest.mark.parametrize("cpus", [1.0, 2.0, 4.0, 16.0])
 def test_an_even_share_always_fits(cpus):
     for num_workers in range(1, 64):
-        share, _ = cluster.share_resources({"CPU": cpus}, num_workers)
+        share, _ = share_resources(Nodes(({"CPU": cpus},)), num_workers)
         assert 0 < share * num_workers <= cpus
         assert share >= 0.5 * cpus / num_workers
 
 
 @pytest.mark.parametrize(("cpus", "num_workers", "flags"), [(7.0, 25, {}), (3.3, 3, {"cpus_per_worker": 1.1})])
 def test_a_share_that_fits_exactly_is_not_refused_for_rounding(cpus, num_workers, flags):
-    cluster.share_resources({"CPU": cpus}, num_workers, **flags)
+    share_resources(Nodes(({"CPU": cpus},)), num_workers, **flags)
 
 
 @pytest.mark.parametrize(
@@ -165,4 +169,4 @@ def test_a_share_that_fits_exactly_is_not_refused_for_rounding(cpus, num_workers
 )
 def test_what_the_cluster_can_never_hold_is_refused(resources, num_workers, flags, said):
     with pytest.raises(errors.BadInput, match=f"--num_workers {said}"):
-        cluster.share_resources(resources, num_workers, **flags)
+        share_resources(Nodes((resources,)), num_workers, **flags)

@@ -1,15 +1,18 @@
 """How the driver runs the workers of a training, and starts them again."""
 
+import contextlib
 import os
 import signal
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from conftest import make_task
 
-from common import errors
-from training import driver, logs, loop
+from common import board, errors
+from common.nodes import Nodes
+from training import driver
 
 
 def test_steps_of_pairs():
@@ -27,20 +30,19 @@ def test_check_batch():
 def test_a_run_here_shows_its_log(tmp_path, capsys):
     def train_loop(config):
         assert threading.current_thread() is threading.main_thread()  # where the images were encoded
-        with (tmp_path / logs.LOG).open("w") as file:
-            file.write('{"step": 3, "loss": 0.51239, "grad_norm": null}\n')
+        board.current().log({"step": 3, "loss": 0.51239, "grad_norm": None})
         return {"step": 3, "trained": 3, "stopped": False}
 
     assert driver.run_workers(train_loop, make_task(tmp_path))["trained"] == 3
     assert capsys.readouterr().err.splitlines()[-1] == "train: 3/3 steps, 0 steps/s, loss 0.5124"
 
 
-@pytest.mark.parametrize("line", ['{"step": 2, "validation_loss": 0.5}', '{"step": 2, "loss": null, "grad_norm": 1.0}'])
+@pytest.mark.parametrize("line", [{"step": 2, "validation_loss": 0.5}, {"step": 2, "loss": None, "grad_norm": 1.0}])
 def test_a_log_line_without_a_loss_is_shown_too(tmp_path, capsys, line):
     """With --log_every 10 and --validation_steps 4 there are steps of which only the validation loss is logged."""
 
     def train_loop(config):
-        (tmp_path / logs.LOG).write_text(f"{line}\n")
+        board.current().log(line)
         return {"step": 3, "trained": 3, "stopped": False}
 
     driver.run_workers(train_loop, make_task(tmp_path))
@@ -50,7 +52,7 @@ def test_a_log_line_without_a_loss_is_shown_too(tmp_path, capsys, line):
 def test_a_signal_stops_a_run_after_it_saved(tmp_path):
     def train_loop(config):
         os.kill(os.getpid(), signal.SIGTERM)
-        while not loop.stop_asked(config["output"]["work_dir"]):
+        while not board.current().stop_asked():
             pass
         return {"step": 1, "trained": 1, "stopped": True}
 
@@ -58,7 +60,7 @@ def test_a_signal_stops_a_run_after_it_saved(tmp_path):
     with pytest.raises(errors.Stopped) as stopped:
         driver.run_workers(train_loop, make_task(tmp_path))
     assert stopped.value.exit_code == 143
-    assert not (tmp_path / loop.STOP).exists() and signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_an_error_passes_through(tmp_path):
@@ -84,7 +86,10 @@ def trainers(monkeypatch):
             return SimpleNamespace(return_value={"step": 3, "trained": 3, "stopped": False})
 
     monkeypatch.setattr("ray.train.torch.TorchTrainer", Trainer)
-    monkeypatch.setattr(driver, "start_ray", lambda *_: {"CPU": 4.0})
+    monkeypatch.setattr(driver, "start_ray", lambda *_: Nodes(({"CPU": 4.0},)))
+    monkeypatch.setattr(
+        driver, "board_on_ray", lambda: contextlib.nullcontext(mock.Mock(news=lambda seen: ([], None, 0.0)))
+    )
     return made, failures
 
 
@@ -110,13 +115,15 @@ def test_a_dead_controller_leaves_no_cpus_behind(tmp_path, trainers, monkeypatch
     made, failures = trainers
     calls = []
     monkeypatch.setattr("ray.shutdown", lambda: calls.append("shutdown"))
-    monkeypatch.setattr(driver, "start_ray", lambda *_: calls.append("start") or {"CPU": 4.0})
+    nodes = Nodes(({"CPU": 4.0},))
+    monkeypatch.setattr(driver, "start_ray", lambda *_: calls.append("start") or nodes)
     failures += [RuntimeError("a worker died"), ray.exceptions.ActorDiedError()]
     driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=2)
     assert calls == ["start", "shutdown", "start"] and len(made) == 3
     calls.clear()
     failures += [ray.exceptions.ActorDiedError()]
-    driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=2, address="host:6379")
+    nodes = Nodes(({"CPU": 4.0},), is_local=False)
+    driver.run_workers(print, make_task(tmp_path, num_workers=2), max_failures=2, gpus_per_worker=0)
     assert calls == ["start"]
 
 

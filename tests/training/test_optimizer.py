@@ -5,7 +5,7 @@ import torch
 
 import training.optimizer
 from common import errors
-from training import workers
+from training import checkpoints, workers
 from training.optimizer import MAX_BAD_STEPS, Optimizer
 from training.task import Optimization
 
@@ -108,12 +108,11 @@ def test_a_run_in_bf16_goes_on_in_fp16(monkeypatch):
     place = workers.Place(0, 1, torch.device("cpu"))
     for earlier, later in ((torch.bfloat16, torch.float16), (torch.float16, torch.float16)):
         modules = {"unet": torch.nn.Linear(2, 2)}
-        scaler = training.optimizer.make_optimizer(settings, 4, modules, place, earlier, None).scaler
-        manifest = {"scaler": scaler.state_dict()}
-        monkeypatch.setattr(training.optimizer.folders, "read_manifest", lambda folder, manifest=manifest: manifest)
-        assert (
-            training.optimizer.make_optimizer(settings, 4, modules, place, later, "folder").scaler.get_scale() == 2**16
-        )
+        none = checkpoints.Start()
+        scaler = training.optimizer.make_optimizer(settings, 4, modules, place, earlier, none).scaler
+        start = checkpoints.Start(1, "folder", {"scaler": scaler.state_dict()})
+        again = training.optimizer.make_optimizer(settings, 4, modules, place, later, start)
+        assert again.scaler.get_scale() == 2**16
 
 
 def test_learning_rate_is_a_function_of_the_step():

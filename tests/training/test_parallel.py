@@ -68,10 +68,10 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
              validates=False, reduce_dtype="fp32"):  # fmt: skip
     """Return (loop.Run, its task, the UNet, its Ema), restored from the newest checkpoint of `work_dir`."""
     (Path(work_dir) / folders.LOCK).write_text(OWNER)
-    step, folder = checkpoints.newest_checkpoint(work_dir)
+    start = checkpoints.find_start(work_dir, place)
     task = make_task(
         work_dir,
-        model_dir=str(Path(work_dir).parent) if folder else "",  # as the index of a model folder names it
+        model_dir=str(Path(work_dir).parent) if start.folder else "",  # as the index of a model folder names it
         max_train_steps=STEPS,
         checkpointing_steps=SAVED,
         gradient_accumulation_steps=accumulation,
@@ -79,12 +79,12 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
         lr=1e-2,
         adam_weight_decay=0.1,
     )
-    unet = load_unet(UNET, task.output.model_dir, place, folder, 0, channels_last=strategy == "ddp")
+    unet = load_unet(UNET, task.output.model_dir, place, start.folder, 0, channels_last=strategy == "ddp")
     model = parallel.wrap(unet, place, strategy, sharding, dtype, reduce_dtype)
-    optimizer = make_optimizer(task.optimization, STEPS, {"unet": unet}, place, dtype, folder)
+    optimizer = make_optimizer(task.optimization, STEPS, {"unet": unet}, place, dtype, start)
     ema = parallel.Ema(unet.parameters(), 0.5)
-    if folder:
-        checkpoints.restore_averages(folder / "ema" / "unet", unet, ema)
+    if start.step:
+        checkpoints.restore_averages(start.folder and start.folder / "ema" / "unet", unet, ema, place)
     count = ROWS // accumulation // place.world_size
 
     options = {"model": model, "noise_scheduler": DDPMScheduler(), "vae_config": {}}
@@ -100,7 +100,7 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
             checkpoints.write_module(folder / "ema" / "unet", unet, place)
 
     run = loop.Run(
-        step=step,
+        step=start.step,
         model=model,
         optimizer=optimizer,
         batch=lambda step, micro: make_batch(step, (micro * place.world_size + place.rank) * count, count),
@@ -140,7 +140,7 @@ def state_of(run, unet, ema):
 def read_checkpoint(folder):
     parts = {f"{part}.": checkpoints.read_shares(folder / part, checkpoints.WEIGHTS) for part in ("unet", "ema/unet")}
     parts[""] = checkpoints.read_shares(folder, "optimizer")
-    return {f"{start}{name}": tensor for start, tensors in parts.items() for name, tensor in tensors.items()}
+    return {f"{start}{name}": tensor for start, tensors in parts.items() for name, tensor in tensors}
 
 
 def train_mode(root, name, place):

@@ -1,5 +1,7 @@
 """Pictures while train.py trains: they change nothing, and show what the weights of each step draw."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -91,7 +93,8 @@ def test_other_prompts_start_a_strip_of_their_own(command):  # noqa: F811
 
 
 def test_a_stop_while_drawing_leaves_no_part_of_a_row(command, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(validation, "stop_asked", lambda work_dir: True)
+    board = SimpleNamespace(stop_asked=lambda: True)
+    monkeypatch.setattr(validation, "board", SimpleNamespace(current=lambda: board))
     command(**FLAGS)
     assert pictures(command.work_dir) == {}
     assert "Validation images" not in (command.output_dir / "README.md").read_text()
