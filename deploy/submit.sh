@@ -66,7 +66,8 @@ if ! "$PYTHON" -c 'from ray.job_submission import JobSubmissionClient; import ai
     fail 2 "$PYTHON lacks the client for jobs: $PYTHON -m pip install -r deploy/requirements.txt, or set PYTHON"
 fi
 ENVIRONMENT='{}'
-if [[ $1 =~ ^[0-9]$ ]]; then
+if [[ $1 =~ ^[0-9]+$ ]]; then
+    [[ "$*" =~ ^[1-6](\ [1-6])*$ ]] || fail 2 "$* are not steps of a job: name one or more of 1 to 6"
     STEPS=("$@")
     check_settings
     ENVIRONMENT=$(make_environment)
@@ -74,7 +75,7 @@ if [[ $1 =~ ^[0-9]$ ]]; then
 fi
 
 JOB=dreambooth-$(date +%Y%m%d-%H%M%S)-$RANDOM
-trap 'fail 130 "job $JOB goes on: ray job logs --follow $JOB; to end it: ray job stop $JOB"' INT TERM
+trap 'fail 130 "job $JOB goes on: ray job logs --follow $JOB; to end it: ray job stop $JOB"' INT
 if ! "$PYTHON" -m ray.scripts.scripts job submit --submission-id "$JOB" --working-dir . \
     --runtime-env-json "$ENVIRONMENT" -- "$@"; then
     "$PYTHON" -m ray.scripts.scripts job status "$JOB" >/dev/null 2>&1 ||
