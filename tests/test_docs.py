@@ -17,10 +17,10 @@ from conftest import ROOT
 
 SCRIPTS = ("cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate")
 PACKAGES = ("common", "pipelines", "training", "pretraining", "evaluation")
-FOLDERS = (*PACKAGES, "tests", "benchmarks", "recipes", "assets", "prompts", "models", "docs", ".ci")
+FOLDERS = (*PACKAGES, "tests", "benchmarks", "recipes", "assets", "prompts", "models", "docs", "deploy", ".ci")
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 FOREIGN_FILES = {"train_dreambooth.py"}  # of Diffusers
-FOREIGN_VARIABLES = {"RAY_ADDRESS", "RAY_AUTH_MODE"}
+FOREIGN_VARIABLES = {"RAY_ADDRESS", "RAY_AUTH_MODE", "AWS_REGION"}
 OPERATORS = {"&&", "||", "|", ";", "&", ">", ">>", "<", "(", ")"}
 
 
@@ -221,6 +221,14 @@ def check_run_sh(variables, words):
 def check_command(words, is_short=False):
     """Yield the faults of a command; one that is not of this project has none. is_short: `python` may be left out."""
     variables, words = split_variables(words)
+    if words[:1] == ["sbatch"]:
+        words = words[words.index("deploy/slurm.sh") + 1 :]
+    if words[:1] == ["deploy/submit.sh"]:
+        words = words[1:]
+        if words and words[0].isdigit():
+            for step in words:
+                yield from check_run_sh(variables, [step])
+            return
     if not words or words[0] == "./run.sh":
         yield from check_run_sh(variables, words[1:])
         return
@@ -357,6 +365,11 @@ def test_commands_are_found():
         ("    DATA_PREFIX=rex ./run.sh 3", None),
         ("    PREFIX=rex ./run.sh", "no variable PREFIX"),
         ("    ./run.sh 7", "no step 7"),
+        ("    CLASS_NAME=dog deploy/submit.sh 2 3", None),
+        ("    CLASS=dog deploy/submit.sh 2", "no variable CLASS"),
+        ("    deploy/submit.sh 2 7", "no step 7"),
+        ("    deploy/submit.sh python train.py ... --number_workers 2", "--number_workers"),
+        ("    sbatch --nodes=2 deploy/slurm.sh .venv/bin/python train.py ... --number_workers 2", "--number_workers"),
         ('    export TRAIN_FLAGS="--use_8bit_adam --use_4bit_adam"', "no flag --use_4bit_adam"),
         ("    ./run.sh test -m faults", None),
         ("    ./run.sh test -m fault", "no mark fault"),
