@@ -188,6 +188,20 @@ def test_the_cluster_fits_the_schema_of_ray():
             validate_cluster({**config, **change})
 
 
+def test_the_machines_are_requests_that_ec2_accepts():
+    """By botocore's own model of the request, without network."""
+    from botocore.loaders import Loader
+    from botocore.model import ServiceModel
+    from botocore.validate import ParamValidator
+
+    request = ServiceModel(Loader().load_service_model("ec2", "service-2")).operation_model("RunInstances").input_shape
+    for name, machine in read_yaml("cluster.yaml")["available_node_types"].items():
+        node = {**machine["node_config"], "MinCount": 1, "MaxCount": 1}
+        assert ParamValidator().validate(node, request).generate_report() == "", name
+        wrong = {**node, "InstanceMarketOption": {"MarketType": "spot"}}
+        assert "InstanceMarketOption" in ParamValidator().validate(wrong, request).generate_report()
+
+
 def test_the_cluster_has_gpus_on_spot_from_none_to_some_and_a_token():
     config = read_yaml("cluster.yaml")
     head, gpu = (config["available_node_types"][name] for name in ("head", "gpu"))
@@ -195,6 +209,10 @@ def test_the_cluster_has_gpus_on_spot_from_none_to_some_and_a_token():
     assert gpu["min_workers"] == 0 < gpu["max_workers"] <= config["max_workers"] and gpu["resources"]["GPU"] == 1
     assert gpu["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
     assert "~/.ray/auth_token" in config["file_mounts"] and "ENV RAY_AUTH_MODE=token" in dump("Dockerfile")
+    made = re.search(r"^RUN mkdir -p (.+)", dump("Dockerfile"), re.MULTILINE)
+    places = {Path(place.replace("~", "/home/ubuntu")).parent for place in config["file_mounts"]}
+    assert made and places == {Path(word) for word in made[1].split()}  # Docker's own would belong to root
+    assert "\nENV HOME=/home/ubuntu\n" in dump("Dockerfile")
     assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][1]
 
 

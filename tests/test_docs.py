@@ -221,7 +221,7 @@ def check_run_sh(variables, words):
 def check_command(words, is_short=False):
     """Yield the faults of a command; one that is not of this project has none. is_short: `python` may be left out."""
     variables, words = split_variables(words)
-    if words[:1] == ["sbatch"]:
+    if words[:1] == ["sbatch"] and "deploy/slurm.sh" in words:
         words = words[words.index("deploy/slurm.sh") + 1 :]
     if words[:1] == ["deploy/submit.sh"]:
         words = words[1:]
