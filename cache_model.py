@@ -13,12 +13,11 @@ import argparse
 import contextlib
 import glob
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.cli import add_shared_flags, make_parser, run
-from common.errors import BadInput, OutOfResource, Stopped, ToolError, TryAgain
+from common.cli import add_shared_flags, make_parser, run, stopping_at_once
+from common.errors import BadInput, OutOfResource, ToolError, TryAgain
 from common.folders import check_space, check_writable, lock, write_bytes
 from common.messages import print_last, say
 from pipelines.configs import read_index
@@ -81,25 +80,6 @@ def plain_errors(args: argparse.Namespace, endpoint: str) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def stopping_at_once(blobs: Path) -> Iterator[None]:
-    """End the process immediately on a signal; the Hub's client would first finish all files that it is fetching."""
-
-    def stop(signal_number, frame):
-        for path in blobs.glob("*.incomplete"):
-            path.unlink(missing_ok=True)
-        error = Stopped(signal_number)
-        say(f"cache_model.py: {error}")
-        os._exit(error.exit_code)
-
-    earlier = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-
-
 def resolve(args: argparse.Namespace) -> tuple[str, dict[str, int | None]]:
     """Return (commit, {file name: size}) of the revision on the Hub; raise TryAgain if the Hub is unreachable."""
     api = open_hub()
@@ -113,6 +93,12 @@ def resolve(args: argparse.Namespace) -> tuple[str, dict[str, int | None]]:
     return info.sha, listing
 
 
+def drop_incomplete(blobs: Path) -> None:
+    """Delete the files of the cache whose download is not complete."""
+    for path in blobs.glob("*.incomplete"):
+        path.unlink(missing_ok=True)
+
+
 def download(args: argparse.Namespace, snapshot: Path, listing: dict[str, int | None]) -> None:
     """Fetch the files of a commit that the cache lacks, then check the complete snapshot."""
     api = open_hub()
@@ -123,7 +109,8 @@ def download(args: argparse.Namespace, snapshot: Path, listing: dict[str, int | 
     names = select_files(listing, read_index(snapshot), args.variant)
     need = sum(listing[name] or 0 for name in names if not (snapshot / name).is_file())
     check_space([("--model_dir", args.model_dir, need)])
-    with plain_errors(args, api.endpoint), stopping_at_once(snapshot.parent.parent / "blobs"):
+    blobs = snapshot.parent.parent / "blobs"
+    with plain_errors(args, api.endpoint), stopping_at_once(lambda: drop_incomplete(blobs)):
         api.snapshot_download(allow_patterns=[glob.escape(name) for name in names], **place)
     check_snapshot(snapshot, listing, args.variant)
 

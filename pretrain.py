@@ -23,6 +23,7 @@ from common.storage import absolute
 from pipelines import loading
 from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
 from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of, digest_model
+from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
 from pretraining.latents import LatentEncoder, LatentFiles, open_latents
 from pretraining.loader import add_raw_data_flags, loader_options
@@ -49,6 +50,7 @@ def parse_args(argv=None):
     _add_data_flags(parser)
     _add_model_flags(parser)
     _add_training_flags(parser)
+    add_hub_flags(parser.add_argument_group("upload"))
     group = cli.add_shared_flags(parser)
     num_workers = "number of Ray Train workers; 0 trains in this process without Ray; default: one per GPU, or 1"
     group.add_argument("--num_workers", type=cli.non_negative_int, help=num_workers)
@@ -64,6 +66,7 @@ def parse_args(argv=None):
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
     flags.check_schedule(parser, args)
+    check_hub_flags(parser, args)
     if args.online and args.prescaled_latents:
         parser.error("--prescaled_latents describes latents, but --online reads images: use only one of them")
     if args.unet_config and args.init_from_pretrained:

@@ -25,6 +25,7 @@ from pipelines.configs import check_resolution, model_resolution, pixel_factor, 
 from pipelines.model_folder import check_model, check_pipeline, count_weights, digest_model
 from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
+from pipelines.upload import add_hub_flags, check_hub_flags
 from training import checkpoints, driver, flags, loop, parallel, resuming, validation
 from training.modules import join_modules, load_modules
 from training.optimizer import make_optimizer
@@ -55,12 +56,14 @@ def parse_args(argv=None):
     _add_image_flags(parser)
     group = parser.add_argument_group("checkpoints and logs")
     flags.add_checkpoint_flags(group, 200, keep=False, what="checkpoints and the latent cache")
+    add_hub_flags(parser.add_argument_group("upload"))
     group = cli.add_shared_flags(parser)
     num_workers = "number of Ray Train workers; 0 trains in this process without Ray; default: one per GPU, or 1"
     group.add_argument("--num_workers", type=cli.non_negative_int, help=num_workers)
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
     flags.check_schedule(parser, args)
+    check_hub_flags(parser, args)
     if args.prior_loss_weight and not (args.class_images_dir and args.class_prompt):
         parser.error("--class_images_dir and --class_prompt are required unless --prior_loss_weight is 0")
     if args.max_train_pairs and args.max_train_steps:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from common.errors import BadInput, Terminated, describe_error
+from common.errors import BadInput, Stopped, Terminated, describe_error
 from common.messages import keep_stdout_for_the_result, say
 
 PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures", "start_timeout")
@@ -59,6 +59,27 @@ def stopping(ask: Callable[[], Any]) -> Iterator[list[int]]:
     earlier = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def stopping_at_once(clean_up: Callable[[], Any] = lambda: None) -> Iterator[None]:
+    """End the process immediately on SIGTERM or SIGINT, after `clean_up()`.
+
+    For work of the Hub's client, which would first finish all files that it is transferring.
+    """
+
+    def stop(signal_number, frame):
+        clean_up()
+        error = Stopped(signal_number)
+        say(f"{os.path.basename(sys.argv[0])}: {error}")
+        os._exit(error.exit_code)
+
+    earlier = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

@@ -9,4 +9,5 @@ prompts       files of prompts, subject identifiers
 image_folder  file names and metadata.jsonl of generated images
 drawing       draw images on a pool of actors
 hub           models of the Hugging Face Hub and its local cache
+upload        upload a pipeline to the Hugging Face Hub
 """

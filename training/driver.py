@@ -18,9 +18,20 @@ from common import folders
 from common.board import Board, RemoteBoard, board_on_ray, use
 from common.cli import stopping
 from common.cluster import end_idle_actors, start_ray
-from common.errors import BadInput, Fault, Stopped, TryAgain, WorkerDied, as_tool_error, causes, describe_error
+from common.errors import (
+    BadInput,
+    Fault,
+    Stopped,
+    ToolError,
+    TryAgain,
+    WorkerDied,
+    as_tool_error,
+    causes,
+    describe_error,
+)
 from common.messages import Progress, print_result, say
 from common.nodes import Nodes, Waiting, default_workers, say_what_lacks, share_resources
+from pipelines import upload
 from training import resuming
 from training.task import Task
 from training.workers import tell_driver
@@ -40,11 +51,13 @@ def run_training(
     plan_steps: Callable[[int], int],
     train: Callable[[int, int, str], dict],
 ) -> None:
-    """Train unless the result is there already, and print the result as JSON.
+    """Train unless the result is there already, upload it if --push_to_hub is given, and print it as JSON.
 
     plan_steps(num_workers): returns the steps to train for. train(steps, num_workers, owner): trains; owner: the text
     in the lock of the work folder. Without --num_workers: as many as the run that continues, or one per GPU, or one.
     """
+    if args.push_to_hub:
+        upload.check_access(args.push_to_hub)
     num_workers = resuming.recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
     if num_workers is None:
         nodes = start_ray(args.address, args.insecure_cluster, TRAINER)
@@ -53,10 +66,10 @@ def run_training(
     lock_file = Path(args.work_dir) / folders.LOCK
     if resuming.is_finished(args.output_dir, settings, steps, args.overwrite):
         say(f"{args.output_dir} is already trained for {steps} steps: nothing to do")
-        print_result(output_dir=args.output_dir, steps=steps, trained=0)
         if resuming.is_to_drop(args.output_dir, args.work_dir):  # the run was killed before it dropped them
             with contextlib.suppress(TryAgain), folders.lock(lock_file):
                 resuming.drop_checkpoints(args.work_dir)
+        _finish(args, steps, trained=0)
         return
     resuming.check_can_continue(args.output_dir, args.work_dir, steps, args.overwrite)
     with _lock_output(args), folders.lock(lock_file) as owner:
@@ -66,7 +79,20 @@ def run_training(
         result = train(steps, num_workers, owner)
         if resuming.is_to_drop(args.output_dir, args.work_dir):
             resuming.drop_checkpoints(args.work_dir)
-    print_result(output_dir=args.output_dir, steps=steps, trained=result["trained"])
+    _finish(args, steps, result["trained"])
+
+
+def _finish(args: argparse.Namespace, steps: int, trained: int) -> None:
+    """Upload the result if --push_to_hub is given, and print it as JSON; raise TryAgain if the upload fails."""
+    result = {"output_dir": args.output_dir, "steps": steps, "trained": trained}
+    if args.push_to_hub:
+        try:
+            url = upload.push_folder(args.output_dir, "--output_dir", args.push_to_hub, args.hub_public)
+        except ToolError as error:
+            where = f"the result is in {args.output_dir}"
+            raise TryAgain(f"{error}; {where}: run the same command again to upload it") from error
+        result["pushed_to"] = url
+    print_result(**result)
 
 
 def _lock_output(args: argparse.Namespace) -> contextlib.AbstractContextManager:

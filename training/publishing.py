@@ -84,14 +84,15 @@ def _pictures(samples: list[Path]) -> str:
 
 
 def _usage(prompt: str) -> str:
-    """Return how to draw with the folder; the data type is given because components may be stored in several."""
+    """Return how to draw with the model; the data type is given because components may be stored in several."""
     return f"""## Use
 
 ```python
 import torch
 from diffusers import DiffusionPipeline
 
-pipeline = DiffusionPipeline.from_pretrained("path/to/this/folder", torch_dtype=torch.float32)
+model = "path/to/this/folder"  # or, if this page is on the Hugging Face Hub, its ORGANISATION/NAME
+pipeline = DiffusionPipeline.from_pretrained(model, torch_dtype=torch.float32)
 image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]
 ```"""
 
