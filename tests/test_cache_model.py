@@ -1,21 +1,18 @@
 """cache_model.py against a small hub of our own on 127.0.0.1: what is fetched, what is kept, what each fault says."""
 
-import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
 from conftest import ROOT, run_script, tree
+from fake_hub import running_hub
 from safetensors.numpy import save
 
 import cache_model
@@ -71,100 +68,12 @@ def make_files(seed=0):
     return files | {name: json.dumps(value).encode() for name, value in values.items()}
 
 
-class Hub(ThreadingHTTPServer):
-    """What the tests need of the Hub's API. `broken`: files that end in an error, `endless`: files that never end."""
-
-    daemon_threads, request_queue_size = True, 64
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.commits, self.refs = {FIRST: make_files()}, {"main": FIRST}
-        self.broken, self.endless, self.gated, self.status = set(), set(), "", None
-        self.requests, self.stopped = [], threading.Event()
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self):
-        self.stopped.set()
-        self.shutdown()
-        self.server_close()
-
-    def fetched(self):
-        """Return the files whose content was asked for, model_index.json aside, and forget the requests."""
-        names = {path.split("/", 5)[5] for method, path in self.requests if method == "GET" and "/resolve/" in path}
-        self.requests.clear()
-        return names - {"model_index.json"}
-
-
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        hub, path = self.server, unquote(urlsplit(self.path).path)
-        hub.requests.append((self.command, path))
-        if hub.status:
-            return self.answer(hub.status, b"")
-        if path.startswith(f"/api/models/{NAME}/"):
-            kind, revision = path.removeprefix(f"/api/models/{NAME}/").split("/", 1)
-        elif path.startswith(f"/{NAME}/resolve/"):
-            kind, (revision, name) = "resolve", path.removeprefix(f"/{NAME}/resolve/").split("/", 1)
-        else:
-            return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-        commit = hub.refs.get(revision, revision)
-        if commit not in hub.commits:
-            return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        files = hub.commits[commit]
-        if kind == "revision":
-            siblings = [{"rfilename": name, "size": len(data), "blobId": "0" * 40} for name, data in files.items()]
-            return self.answer_json({"id": NAME, "sha": commit, "siblings": siblings})
-        if kind == "tree":
-            rows = [{"type": "file", "path": n, "size": len(data), "oid": "0" * 40} for n, data in files.items()]
-            return self.answer_json(rows)
-        if hub.gated:
-            return self.answer(403, b"", {"X-Error-Code": hub.gated})
-        if name not in files:
-            return self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-        if name in hub.broken and self.command == "GET":
-            return self.answer(500, b"")
-        etag = hashlib.sha1(files[name]).hexdigest()
-        return self.answer(200, files[name], {"ETag": f'"{etag}"', "X-Repo-Commit": commit})
-
-    def answer_json(self, value):
-        warning = {"X-HF-Warning": "auth; You are sending unauthenticated requests"}
-        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json", **warning})
-
-    def answer(self, status, data, headers=()):
-        self.send_response(status)
-        for name, value in {**dict(headers), "Content-Length": str(len(data))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET" and urlsplit(self.path).path.endswith(tuple(self.server.endless)):
-            self.wfile.write(data[:1])
-            self.server.stopped.wait(30)
-        elif self.command == "GET":
-            self.wfile.write(data)
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A running hub that huggingface_hub takes for the real one, and nobody's token."""
-    from huggingface_hub import close_session, constants
-
-    hub = Hub()
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
-    close_session()
-    yield hub
-    hub.stop()
-    close_session()
+    """A running hub with the repository `hub.repo`."""
+    with running_hub(monkeypatch, tmp_path) as hub:
+        hub.repo = hub.add(NAME, make_files(), FIRST)
+        yield hub
 
 
 @pytest.fixture
@@ -217,7 +126,7 @@ def test_each_component_is_fetched_in_one_format_and_the_branch_recorded(hub, ca
     assert folder == repo_of(cache) / "snapshots" / FIRST
     assert snapshot_files(folder) == WANTED
     assert hub.fetched() == WANTED - {"model_index.json"}
-    assert (folder / UNET).read_bytes() == hub.commits[FIRST][UNET]
+    assert (folder / UNET).read_bytes() == hub.repo.commits[FIRST][UNET]
     assert (repo_of(cache) / "refs" / "main").read_text() == FIRST
     assert stderr == f"main is commit {FIRST}; --revision {FIRST} pins it\n"
 
@@ -242,7 +151,7 @@ def test_a_script_run_prints_one_line_and_nothing_of_the_hubs(hub, cache):
     done = run_script("cache_model.py", *flags, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
     assert (done.returncode, done.stdout) == (0, f"{repo_of(cache) / 'snapshots' / FIRST}\n")
     assert done.stderr.splitlines() == [f"main is commit {FIRST}; --revision {FIRST} pins it"]
-    hub.gated, hub.commits[SECOND] = "GatedRepo", make_files(1)
+    hub.gated, hub.repo.commits[SECOND] = "GatedRepo", make_files(1)
     done = run_script("cache_model.py", *flags, "--revision", SECOND, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="0")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (3, "", 1)
 
@@ -317,12 +226,12 @@ def test_a_branch_without_network_is_what_it_last_was(hub, fetch, monkeypatch, h
 
 def test_a_moved_branch_is_recorded_when_its_new_commit_is_whole(hub, cache, fetch):
     old, _ = fetch()
-    hub.commits[SECOND], hub.refs["main"], hub.broken = make_files(1), SECOND, {UNET}
+    hub.repo.commits[SECOND], hub.repo.refs["main"], hub.broken = make_files(1), SECOND, {UNET}
     assert fault(fetch)[0] == 75
-    hub.refs = {}
+    hub.repo.refs = {}
     hub.status = 503
     assert fetch()[0] == old
-    hub.status, hub.refs, hub.broken = None, {"main": SECOND}, set()
+    hub.status, hub.repo.refs, hub.broken = None, {"main": SECOND}, set()
     new, stderr = fetch()
     assert new.name == SECOND and SECOND in stderr
     assert (repo_of(cache) / "refs" / "main").read_text() == SECOND
@@ -333,7 +242,7 @@ def test_a_kept_revision_stays_where_its_branch_moves(hub, cache, fetch):
     """Without the flag the branch is followed, and the commit that it then is is the one that is kept."""
     old, stderr = fetch("--keep_revision")
     assert old.name == FIRST and stderr == f"main is commit {FIRST}; --keep_revision keeps it\n"
-    hub.commits[SECOND], hub.refs["main"] = make_files(1), SECOND
+    hub.repo.commits[SECOND], hub.repo.refs["main"] = make_files(1), SECOND
     hub.requests.clear()
     before = tree(cache)
     assert fetch("--keep_revision") == (old, "")
@@ -346,17 +255,17 @@ def test_a_kept_revision_stays_where_its_branch_moves(hub, cache, fetch):
 
 def test_a_kept_revision_that_is_damaged_is_fetched_again_at_its_commit(hub, cache, fetch):
     folder, _ = fetch("--keep_revision")
-    hub.commits[SECOND], hub.refs["main"] = make_files(1), SECOND
-    (folder / UNET).write_bytes(hub.commits[FIRST][UNET][:-1])
+    hub.repo.commits[SECOND], hub.repo.refs["main"] = make_files(1), SECOND
+    (folder / UNET).write_bytes(hub.repo.commits[FIRST][UNET][:-1])
     (folder / "tokenizer/vocab.json").unlink()
     hub.requests.clear()
     again, stderr = fetch("--keep_revision")
     assert again == folder and stderr == f"{folder / UNET} is damaged: fetching it again\n"
     assert all(FIRST in path for _, path in hub.requests)
-    assert (folder / UNET).read_bytes() == hub.commits[FIRST][UNET] and snapshot_files(folder) == WANTED
+    assert (folder / UNET).read_bytes() == hub.repo.commits[FIRST][UNET] and snapshot_files(folder) == WANTED
     assert (repo_of(cache) / "refs" / "main").read_text() == FIRST
     (folder / UNET).unlink()
-    hub.commits.pop(FIRST)
+    hub.repo.commits.pop(FIRST)
     code, message = fault(fetch, "--keep_revision")
     assert code == 3 and f"--revision {FIRST} is not a commit" in message and "omit --keep_revision" in message
 
@@ -409,7 +318,7 @@ def test_what_a_snapshot_lacks_is_fetched_again(hub, cache, fetch, name, how):
     elif how == "dangling":
         (folder / name).resolve().unlink()
     else:
-        (folder / name).write_bytes(hub.commits[FIRST][name][:-1])
+        (folder / name).write_bytes(hub.repo.commits[FIRST][name][:-1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         code, message = fault(fetch, "--revision", FIRST)
@@ -418,7 +327,7 @@ def test_what_a_snapshot_lacks_is_fetched_again(hub, cache, fetch, name, how):
     assert fetch("--revision", FIRST)[0] == folder
     assert hub.fetched() <= {name}
     assert snapshot_files(folder) == WANTED
-    assert (folder / name).read_bytes() == hub.commits[FIRST][name]
+    assert (folder / name).read_bytes() == hub.repo.commits[FIRST][name]
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -429,10 +338,10 @@ def test_damaged_weights_of_the_right_size_are_fetched_again(hub, tmp_path, cach
         shutil.rmtree(cache)
         shutil.move(tmp_path / "copy", cache)
         assert not (folder / UNET).is_symlink()
-    (folder / UNET).write_bytes(b"\xff" * len(hub.commits[FIRST][UNET]))
+    (folder / UNET).write_bytes(b"\xff" * len(hub.repo.commits[FIRST][UNET]))
     _, stderr = fetch("--revision", FIRST)
     assert "damaged" in stderr and UNET in stderr
-    assert (folder / UNET).read_bytes() == hub.commits[FIRST][UNET]
+    assert (folder / UNET).read_bytes() == hub.repo.commits[FIRST][UNET]
 
 
 @pytest.mark.parametrize("flags", [(), ("--revision", FIRST)])
@@ -478,25 +387,25 @@ FAULTS = {
     "no commit": (lambda hub: None, ("--revision", "9" * 40), 3, (f"--revision {'9' * 40}",)),
     "variant": (lambda hub: None, ("--variant", "fp61"), 3, ("--variant fp61", "fp16")),
     "no pipeline": (
-        lambda hub: hub.commits.update({FIRST: drop(make_files(), "model_index.json")}),
+        lambda hub: hub.repo.commits.update({FIRST: drop(make_files(), "model_index.json")}),
         (),
         3,
         ("--model_name", "not a Diffusers pipeline"),
     ),
     "pickles": (
-        lambda hub: hub.commits.update({FIRST: drop(make_files(), UNET, UNET_FP16)}),
+        lambda hub: hub.repo.commits.update({FIRST: drop(make_files(), UNET, UNET_FP16)}),
         (),
         3,
         ("--model_name", "unet/diffusion_pytorch_model.bin is a pickle, which can run code", "--revision"),
     ),
     "fp16 alone": (
-        lambda hub: hub.commits.update({FIRST: drop(make_files(), UNET)}),
+        lambda hub: hub.repo.commits.update({FIRST: drop(make_files(), UNET)}),
         (),
         3,
         ("unet", "--variant fp16"),
     ),
     "damaged": (
-        lambda hub: hub.commits.update({FIRST: make_files() | {UNET: b"not safetensors"}}),
+        lambda hub: hub.repo.commits.update({FIRST: make_files() | {UNET: b"not safetensors"}}),
         (),
         5,
         (UNET, "damaged", "fetch the model again"),
