@@ -61,11 +61,11 @@ def plain_errors(repo_id: str, endpoint: str) -> Iterator[None]:
     except HFValidationError as error:
         raise BadInput(f"--push_to_hub {repo_id} is not of the form ORGANISATION/NAME: {error}") from error
     except (httpx2.HTTPError, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and CARD in str(error):
+            raise BadInput(f"--push_to_hub {repo_id}: {endpoint} refuses the model card, {CARD}: {error}") from error
         answer = next((each for each in causes(error) if isinstance(each, HfHubHTTPError)), None)
         if answer is not None:
             raise _error_of(answer, repo_id, endpoint) from error
-        if isinstance(error, ValueError) and CARD in str(error):
-            raise BadInput(f"--push_to_hub {repo_id}: {endpoint} refuses the model card: {error}") from error
         if isinstance(error, OSError) and error.errno:
             raise
         raise TryAgain(f"--push_to_hub {repo_id}: {endpoint} is unreachable ({error}): try again later") from error

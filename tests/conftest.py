@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_hub import running_hub
 from PIL import Image
 from tiny_models import RESOLUTION, make_tiny_model
 
@@ -195,6 +196,13 @@ def pretrain_command(tiny_model, latents, tmp_path):
     run.arguments = arguments
     run.output_dir, run.work_dir = tmp_path / "out", tmp_path / "out.work"
     return run
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A running hub without repositories, and nobody's token."""
+    with running_hub(monkeypatch, tmp_path) as hub:
+        yield hub
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -38,8 +39,10 @@ class Repository:
 class Hub(ThreadingHTTPServer):
     """What the tests need of the Hub's API.
 
-    broken: names of files whose download ends in an error; endless: ends of the paths of requests that are never
-    answered in full; status: of every answer; faults: [method, part of the path, status, number of times] each.
+    broken: names of files whose download ends in an error. endless: ends of the paths of requests that are never
+    answered in full. status: of every answer. faults: [method, part of the path, status, number of times] each.
+    hidden: repositories that no token sees. objects: {sha256: bytes} of large files. chunk_store: address of the
+    store that hf_xet uploads large files to.
     """
 
     daemon_threads, request_queue_size = True, 64
@@ -47,13 +50,13 @@ class Hub(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.repositories, self.objects = {}, {}
+        self.repositories, self.objects, self.chunk_store = {}, {}, None
         self.user = {
             "name": USER,
             "orgs": [{"name": "team", "roleInOrg": "write"}, {"name": "readers", "roleInOrg": "read"}],
             "auth": {"type": "access_token", "accessToken": {"displayName": "laptop", "role": "write"}},
         }
-        self.broken, self.endless, self.gated, self.status, self.faults = set(), set(), "", None, []
+        self.broken, self.endless, self.hidden, self.gated, self.status, self.faults = set(), set(), set(), "", None, []
         self.requests, self.stopped, self.changing = [], threading.Event(), threading.Lock()
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -128,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
         """Return (repository, its name, the rest of the path), or Nones if there is none that this client may see."""
         name = "/".join(path.removeprefix("/api/models/").lstrip("/").split("/")[:2]).removesuffix(".git")
         repository = self.server.repositories.get(name)
-        if repository is None or (repository.private and not self.is_user):
+        if repository is None or name in self.server.hidden or (repository.private and not self.is_user):
             return None, None, None
         return repository, name, path.split(name, 1)[1].removeprefix(".git").lstrip("/")
 
@@ -141,6 +144,8 @@ class Handler(BaseHTTPRequestHandler):
         repository, name, rest = self.find(path)
         if repository is None:
             return self.refuse(404, "RepoNotFound", "Repository not found")
+        if rest == "xet-write-token/main":
+            return self.answer_json({"casUrl": hub.chunk_store, "accessToken": "t", "exp": int(time.time()) + 3600})
         if rest.startswith("auth-check"):
             return self.answer_json({}) if hub.may_write(name) else self.refuse(403, "", "Forbidden")
         kind, _, revision = (rest or "revision/main").partition("/")
@@ -281,6 +286,7 @@ def running_hub(monkeypatch, home):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "no-token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     close_session()

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, run_script, tree
-from fake_hub import running_hub
 from safetensors.numpy import save
 
 import cache_model
@@ -69,11 +68,10 @@ def make_files(seed=0):
 
 
 @pytest.fixture
-def hub(monkeypatch, tmp_path):
+def hub(hub):
     """A running hub with the repository `hub.repo`."""
-    with running_hub(monkeypatch, tmp_path) as hub:
-        hub.repo = hub.add(NAME, make_files(), FIRST)
-        yield hub
+    hub.repo = hub.add(NAME, make_files(), FIRST)
+    return hub
 
 
 @pytest.fixture
