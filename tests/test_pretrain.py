@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import ROOT, last_json, tree
+from fake_hub import TOKEN
 from tiny_models import RESOLUTION, make_tiny_clip
 
 import preprocess
@@ -200,6 +201,14 @@ def test_files_pipeline_and_card(command, capsys):
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline("picture 1", num_inference_steps=2).images[0].size == (16, 16)
     assert_equal(dict(pipeline.unet.state_dict()), weights(command.output_dir))
+
+
+def test_the_result_is_uploaded(command, capsys, hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    command(max_steps=1, push_to_hub="team/base", hub_public=True)
+    assert last_json(capsys.readouterr().out)["pushed_to"] == f"{hub.url}/team/base"
+    repository = hub.repositories["team/base"]
+    assert repository.files.keys() - {".gitattributes"} == tree(command.output_dir).keys() and not repository.private
 
 
 def test_same_command_writes_nothing_and_imports_no_torch(command):

@@ -18,6 +18,7 @@ from common import folders
 from common.errors import Stopped, describe_error
 from pipelines import upload
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>'")  # of the Hub's client
 REPO = "someone/rex"
 CARD = "---\nlibrary_name: diffusers\n---\n\n# photo of unqtkn dog\n\n![0](samples/0.png)\n"
 UNET = "unet/diffusion_pytorch_model.safetensors"

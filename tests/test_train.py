@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, last_json, make_photos, run_script, tree
+from fake_hub import TOKEN
 
 import train
 from common import board, errors, folders
@@ -107,7 +108,7 @@ def test_files_pipeline_and_card(command, capsys):
     }
     assert (command.work_dir / "latest").resolve().name == "checkpoint-000004"
     card = (command.output_dir / "README.md").read_text()
-    for part in ("base_model:", "photo of unqtkn dog", "license:", "samples/0.png", "| lr | 5e-06 |"):
+    for part in ("`tiny`, fine-tuned", "photo of unqtkn dog", "license:", "samples/0.png", "| lr | 5e-06 |"):
         assert part in card
     texts = [path.read_text() for path in command.output_dir.rglob("*.json")]
     assert len(texts) > 5 and not any(str(command.output_dir.parent) in text for text in texts)
@@ -645,12 +646,61 @@ def test_bad_folders(command, no_models, tmp_path, tiny_model):
         {"lr_scheduler": "x"},
         {"max_train_pairs": 4, "max_train_steps": 4},
         {"max_train_pairs": 0, "max_train_steps": None},
+        {"hub_public": True},
     ],
 )
 def test_usage_errors(command, flags):
     with pytest.raises(SystemExit) as stop:
         command(**flags)
     assert stop.value.code == 2
+
+
+def test_the_result_is_uploaded_once(command, capsys, hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    command(max_train_steps=1, push_to_hub="someone/rex")
+    line = last_json(capsys.readouterr().out)
+    assert line == {
+        "output_dir": str(command.output_dir),
+        "steps": 1,
+        "trained": 1,
+        "pushed_to": f"{hub.url}/someone/rex",
+    }
+    uploaded = {name: data for name, data in hub.repositories["someone/rex"].files.items() if name != ".gitattributes"}
+    assert uploaded == {name: data for name, (data, _) in tree(command.output_dir).items()}
+    assert hub.repositories["someone/rex"].private
+    hub.requests.clear()
+    before = tree(command.output_dir.parent)
+    command(max_train_steps=1, push_to_hub="someone/rex")
+    assert last_json(capsys.readouterr().out) == {**line, "trained": 0}
+    assert {method for method, _ in hub.requests} == {"GET"} and tree(command.output_dir.parent) == before
+    command(max_train_steps=1)
+    assert "pushed_to" not in last_json(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("no_models")
+@pytest.mark.parametrize("token", [None, "hf_of_nobody"])
+def test_an_upload_that_cannot_be_is_told_before_training(command, hub, monkeypatch, token):
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(errors.BadInput, match="--push_to_hub someone/rex"):
+        command(push_to_hub="someone/rex")
+    assert not command.work_dir.exists() and not hub.repositories
+
+
+@pytest.mark.parametrize("status", [503, 403])
+def test_an_upload_that_fails_loses_nothing(command, capsys, hub, monkeypatch, status):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.faults = [["POST", "/commit/", status, 1]]
+    with pytest.raises(
+        errors.TryAgain, match=f"{status}.*the result is in .*out: run the same command again to upload"
+    ):
+        command(max_train_steps=1, push_to_hub="someone/rex")
+    assert folders.read_manifest(command.output_dir, deep=True)["step"] == 1
+    assert capsys.readouterr().out == "" and list(hub.repositories["someone/rex"].files) == [".gitattributes"]
+    command(max_train_steps=1, push_to_hub="someone/rex", hub_public=True)
+    captured = capsys.readouterr()
+    assert last_json(captured.out)["trained"] == 0 and "is private and stays so" in captured.err
+    assert "model_index.json" in hub.repositories["someone/rex"].files
 
 
 def test_other_settings_are_refused_and_overwrite_replaces(command):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from common import folders
 from common.errors import one_line
 from pipelines import loading
-from pipelines.configs import base_license, base_name, components, read_index
+from pipelines.configs import base_license, base_name, base_revision, components, read_index
 from pipelines.model_folder import TRAINING_LOG, copy_component
 from training import validation
 from training.checkpoints import write_module
@@ -102,13 +102,14 @@ def dreambooth_card(
 ) -> str:
     """Return the model card of a pipeline that train.py tuned; skipped_images: names of photos that were left out."""
     base, licence = base_name(model_dir), base_license(model_dir)
+    # The Hub takes the value for a name on the Hub and refuses cards where it cannot be one.
+    base_model = f"base_model: {json.dumps(base)}\n" if base_revision(model_dir) else ""
     left_out = ""
     if skipped_images:
         left_out = f"\nImages left out, as they could not be read: {one_line(', '.join(skipped_images))}.\n"
     prompt = one_line(instance_prompt.replace("`", "'"))
     return f"""---
-base_model: {json.dumps(base)}
-instance_prompt: {json.dumps(instance_prompt, ensure_ascii=False)}
+{base_model}instance_prompt: {json.dumps(instance_prompt, ensure_ascii=False)}
 library_name: diffusers
 license: {licence}
 pipeline_tag: text-to-image

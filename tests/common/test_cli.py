@@ -148,7 +148,7 @@ PRETRAIN_FLAGS = """
     batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
     snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
     checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers prefetch_batches strategy fsdp_sharding
-    guidance_scale
+    guidance_scale push_to_hub hub_public
 """
 
 
@@ -164,7 +164,7 @@ TRAIN_FLAGS = """
     max_train_steps lr lr_scheduler lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay
     use_8bit_adam reduce_dtype train_text_encoder gradient_checkpointing compile seed validation_prompts
     validation_steps num_validation_images guidance_scale checkpointing_steps checkpoints_total_limit
-    keep_checkpoints log_every
+    keep_checkpoints log_every push_to_hub hub_public
 """
 
 

@@ -164,6 +164,7 @@ REMEDIES = [
     ("evaluate", f"{EVALUATE} --batch_size 1", "use a machine or a GPU with more memory"),
     ("preprocess", ENCODE, "try a smaller --encoding_batch_size"),
     ("preprocess", f"{ENCODE} --encoding_batch_size 1", "use a machine or a GPU with more memory"),
+    ("push_model", "--model_dir m --push_to_hub r", "use a machine or a GPU with more memory"),
     ("cache_model", "--model_name n --model_dir m", "use a machine or a GPU with more memory"),
 ]  # fmt: skip
 

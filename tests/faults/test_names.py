@@ -93,7 +93,7 @@ def test_the_model_card_of_an_odd_prompt(tmp_path, prompt):
     card = (tmp_path / "out" / "README.md").read_text()
     _, front, body = card.split("---\n", 2)
     facts = yaml.safe_load(front)
-    assert set(facts) == {"base_model", "instance_prompt", "library_name", "license", "pipeline_tag", "tags"}
+    assert set(facts) == {"instance_prompt", "library_name", "license", "pipeline_tag", "tags"}
     assert facts["instance_prompt"] == prompt and facts["license"] == "other"
     lines = body.strip().splitlines()
     assert lines[0].startswith("# ") and not lines[1]
