@@ -6,10 +6,9 @@ import ipaddress
 import json
 import logging
 import os
-import shutil
 import signal
+import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +20,7 @@ from common.nodes import Nodes
 OLDEST_RAY = (2, 60)
 TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
 JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray's job server tells the command of `ray job submit`
-PACKAGES = ("common", "pipelines", "training", "pretraining", "evaluation")
-CODE = {".py", ".jinja"}  # suffixes of the files that workers need
+ANSWER_WITHIN = 5  # seconds
 
 
 def is_local(address: str | None = None) -> bool:
@@ -49,37 +47,27 @@ def start_ray(address: str | None = None, insecure_cluster: bool = False, module
     if tuple(map(int, ray.__version__.split(".")[:2])) < OLDEST_RAY:
         raise BadInput(f"Ray {ray.__version__} is installed, 2.60 or newer is needed: pip install -r requirements.txt")
     if not ray.is_initialized():
-        if is_local(address):
-            with _importing(module):
-                _connect(address, {"include_dashboard": False})
-        else:
+        options = {"include_dashboard": False} if is_local(address) else _code_for_workers()
+        if not is_local(address):
             if not insecure_cluster:
                 _check_token(address)
-            with _importing(module), _code_for_workers() as runtime_env:
-                _connect(address, {"runtime_env": runtime_env} if runtime_env else {})
+            _check_answers(address)
+        with _importing(module):
+            _connect(address, options)
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they also raise the errors that they log
     return Nodes(tuple(node["Resources"] for node in ray.nodes() if node["Alive"]), is_local(address), address)
 
 
-@contextlib.contextmanager
-def _code_for_workers() -> Iterator[dict[str, str]]:
-    """Yield a runtime_env with the project's code alone, without photos, models and results; {} if the job has it.
+def _code_for_workers() -> dict[str, Any]:
+    """Return the options of ray.init that send the project's code to workers; .rayignore leaves out all but the code.
 
-    A command of `ray job submit --working-dir` runs in a copy of the project that all workers get; Ray refuses a second
-    working directory.
+    A command of `ray job submit --working-dir` runs in a copy of the project that all workers get, and Ray refuses a
+    second working directory.
     """
     if "working_dir" in json.loads(os.environ.get(JOB) or "{}").get("runtime_env", {}):
-        yield {}
-        return
-    project = Path(__file__).resolve().parent.parent
-    with tempfile.TemporaryDirectory() as folder:
-        files = [*project.glob("*.py"), *(path for name in PACKAGES for path in (project / name).rglob("*"))]
-        for path in (path for path in files if path.suffix in CODE):
-            copy = Path(folder, path.relative_to(project))
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
-        yield {"working_dir": folder}
+        return {}
+    return {"runtime_env": {"working_dir": str(Path(__file__).resolve().parent.parent)}}
 
 
 def _set_ray_variables(local: bool) -> None:
@@ -168,6 +156,17 @@ def end_idle_actors(address: str | None = None) -> None:
     for actor in ray.util.list_named_actors(all_namespaces=True) if is_local(address) else []:
         with contextlib.suppress(ValueError):  # the actor has ended in the meantime
             ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+
+
+def _check_answers(address: str) -> None:
+    """Raise BadInput if nothing listens at HOST:PORT; Ray would try for minutes without a word."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_WITHIN).close()
+    except OSError as error:
+        raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from None
 
 
 def _check_token(address: str) -> None:
