@@ -6,6 +6,9 @@ cli        entry point of a script, flag types, shared flags
 cluster    start or join Ray, share its CPUs and GPUs
 actors     map work over a pool of Ray Data actors
 folders    atomic writes, manifests, publishing, file locks, digests
+stores     requests to object stores (S3, Google Cloud Storage): conditional writes, large files, errors
+objects    folders in object stores: publish whole or not at all, local copies in a cache
+leases     locks in object stores, and writes that only their holder can make
 storage    local folders and object stores (S3, Google Cloud Storage) behind one class
 images     find, decode, check, crop and scale images
 no_gc      suspend Python's garbage collector

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BadInput, OutOfResource, TryAgain
+from common.messages import say
 
 MANIFEST = "manifest.json"
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -87,7 +88,8 @@ def read_json_lines(path: str | Path) -> list[Any]:
     return values
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's list of names is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -166,28 +168,35 @@ def staging(target: str | Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return {name: {"size": bytes, "sha256": hex digits}} of all files of a folder at any depth, sorted by path."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, sha256_files(paths), strict=True)
+    }
+
+
 def publish(folder: str | Path, target: str | Path, **facts: Any) -> None:
     """Write a manifest of `folder`'s files with additional `facts`, sync all to disk, and rename it to `target`.
 
     A folder that exists at `target` is removed only after that; `recover` restores it if the run is killed in between.
     """
     folder, target = Path(folder), Path(target)
-    files = {}
+    files = describe_files(folder)
     os.umask(umask := os.umask(0))
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path, digest in zip(paths, sha256_files(paths), strict=True):
-        path.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest}
-        _sync(path)
+    for name in files:
+        (folder / name).chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
+        sync(folder / name)
     write_json(folder / MANIFEST, {**facts, "files": files})
     for path in [path for path in folder.rglob("*") if path.is_dir()] + [folder]:
-        _sync(path)
+        sync(path)
     replaced = _aside(target)
     if target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(target, replaced)
     os.rename(folder, target)
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -225,10 +234,11 @@ def read_manifest(folder: str | Path, deep: bool = False) -> dict[str, Any] | No
 
 
 @contextlib.contextmanager
-def lock(path: str | Path) -> Iterator[str]:
-    """Hold the file lock `path` and yield the line that names its owner; raise TryAgain if another run holds it.
+def lock(path: str | Path, wait_while: str | None = None) -> Iterator[str]:
+    """Hold the file lock `path` and yield the line that names its owner.
 
-    The kernel releases the lock when its process ends, however it ends.
+    If another run holds it, raise TryAgain or, if `wait_while` says what it does, say that and wait for it. The kernel
+    releases the lock when its process ends, however it ends.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,12 +254,21 @@ def lock(path: str | Path) -> Iterator[str]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another run"
-            raise TryAgain(f"{path.parent} is in use by {holder}: wait until it ends") from None
+            if wait_while is None:
+                raise TryAgain(f"{path.parent} is in use by {holder}: wait until it ends") from None
+            say(f"waiting while {holder} {wait_while}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
         file.truncate(0)
-        owner = f"process {os.getpid()} on {socket.gethostname()}, {time.strftime('%F %T')}, run {secrets.token_hex(4)}"
+        owner = name_owner()
         file.write(owner + "\n")
         file.flush()
         yield owner
+
+
+def name_owner() -> str:
+    """Return a line that names this process and that no other run has."""
+    return f"process {os.getpid()} on {socket.gethostname()}, {time.strftime('%F %T')}, run {secrets.token_hex(4)}"
 
 
 def check_owner(path: str | Path, owner: str) -> None:

@@ -1,16 +1,16 @@
-"""Read and write folders on a local disk or in an object store (s3://, gs://), through pyarrow's file systems."""
+"""Read and write folders on a local disk or in an object store (s3://, gs://); pyarrow reads at random places."""
 
 import contextlib
+import functools
 import json
-import os
 import re
-import urllib.parse
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from common.errors import BadInput, CheckFailed, ToolError, TryAgain
+from common import stores
+from common.errors import CheckFailed, ToolError
 from common.folders import write_bytes
 
 if TYPE_CHECKING:
@@ -46,11 +46,8 @@ def join(folder: str, name: str) -> str:
 
 
 def _store_error(location: str, error: Exception) -> ToolError:
-    """Return the ToolError for an error of an object store or of the network."""
-    if STORE_IS_AWAY.search(str(error)):
-        return TryAgain(f"{location} does not answer ({error}): try again later or check the address")
-    remedy = "check the name and the credentials, or add ?region=... to the URI"
-    return BadInput(f"{location} refuses access ({error}): {remedy}")
+    """Return the ToolError for an error of pyarrow with an object store or the network."""
+    return (stores.away if STORE_IS_AWAY.search(str(error)) else stores.refused)(location, str(error))
 
 
 class Folder:
@@ -60,6 +57,11 @@ class Folder:
         self.location = str(location)
         self.filesystem, self.path = _open_filesystem(self.location)
 
+    @functools.cached_property
+    def store(self) -> stores.Store:
+        """The store of a URI."""
+        return stores.Store(self.location)
+
     def _full(self, name: str) -> str:
         return f"{self.path}/{name}" if name else self.path
 
@@ -68,11 +70,13 @@ class Folder:
 
         Names that start with a dot are left out.
         """
-        from pyarrow.fs import FileSelector
+        if is_remote(self.location):
+            names = {name: found.size for name, found in self.store.list().items()}
+        else:
+            from pyarrow.fs import FileSelector
 
-        with self._told():
             found = self.filesystem.get_file_info(FileSelector(self.path, recursive=True))
-        names = {info.path[len(self.path) + 1 :]: info.size for info in found if info.is_file}
+            names = {info.path[len(self.path) + 1 :]: info.size for info in found if info.is_file}
         return {name: names[name] for name in sorted(names) if name.lower().endswith(suffixes) and name[0] != "."}
 
     def kind(self) -> str | None:
@@ -90,6 +94,8 @@ class Folder:
 
     def read(self, name: str = "") -> bytes | None:
         """Return the content of a file, or None if it is missing."""
+        if name and is_remote(self.location):
+            return self.store.read(name)
         try:
             with self.open(name) as file, self._told():
                 return file.read()
@@ -101,12 +107,13 @@ class Folder:
         if not is_remote(self.location):
             Path(self._full(name)).parent.mkdir(parents=True, exist_ok=True)
             return write_bytes(self._full(name), data)
-        with self._told(), self.filesystem.open_output_stream(self._full(name)) as file:
-            file.write(data)  # the object becomes visible when the stream is closed
+        self.store.write(name, data)
 
     def delete(self, name: str) -> None:
         """Delete a file."""
-        with self._told():
+        if is_remote(self.location):
+            self.store.delete(name)
+        else:
             self.filesystem.delete_file(self._full(name))
 
     @contextlib.contextmanager
@@ -128,39 +135,20 @@ def _open_filesystem(location: str) -> "tuple[pyarrow.fs.FileSystem, str]":
 
     if not is_remote(location):
         return pyarrow.fs.LocalFileSystem(), str(Path(location).resolve())
+    address = stores.parse(location)
+    path = f"{address.bucket}/{address.path}".rstrip("/")
     try:
-        return _open_store(location)
+        if address.scheme == "gs":
+            limit = timedelta(seconds=2 * CONNECT_TIMEOUT)
+            return pyarrow.fs.GcsFileSystem(retry_time_limit=limit, **address.options), path
+        return pyarrow.fs.S3FileSystem(
+            connect_timeout=CONNECT_TIMEOUT,
+            request_timeout=REQUEST_TIMEOUT,
+            retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
+            **address.options,
+        ), path
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{location} is not a valid URI ({error}): use the form s3://bucket/folder?region=...") from None
-
-
-def _open_store(location: str) -> "tuple[pyarrow.fs.FileSystem, str]":
-    import pyarrow.fs
-
-    parts = urllib.parse.urlsplit(location)
-    path = f"{parts.netloc}{parts.path}".rstrip("/")
-    options: dict[str, Any] = dict(urllib.parse.parse_qsl(parts.query))
-    if parts.scheme in ("gs", "gcs"):
-        options["anonymous"] = options.get("anonymous") == "true"
-        return pyarrow.fs.GcsFileSystem(retry_time_limit=timedelta(seconds=2 * CONNECT_TIMEOUT), **options), path
-    if parts.scheme != "s3":
-        raise BadInput(f"{location}: {parts.scheme}:// is not supported: use a path, s3:// or gs://")
-    options["anonymous"] = options.get("anonymous") == "true"
-    endpoint = options.get("endpoint_override") or os.environ.get("AWS_ENDPOINT_URL")
-    region = options.get("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if endpoint:
-        options.setdefault("endpoint_override", endpoint)
-    elif not region:
-        try:
-            options["region"] = pyarrow.fs.resolve_s3_region(parts.netloc)
-        except OSError as error:
-            raise _store_error(location, error) from None
-    return pyarrow.fs.S3FileSystem(
-        connect_timeout=CONNECT_TIMEOUT,
-        request_timeout=REQUEST_TIMEOUT,
-        retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
-        **options,
-    ), path
+        raise stores.not_valid(location, error) from None
 
 
 @contextlib.contextmanager

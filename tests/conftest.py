@@ -299,6 +299,17 @@ def s3(s3_server, s3_keys, tmp_path):
 
 
 @pytest.fixture
+def faulty_s3(s3_server, s3):
+    """A proxy before the local S3 that injects faults; `faulty_s3.uri(path)` is a URI through it, in a new bucket."""
+    from faulty_store import FaultyStore
+
+    proxy = FaultyStore(s3_server)
+    proxy.uri = lambda path: s3(path).replace(s3_server, proxy.url)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
 def as_script(monkeypatch):
     """Let `cli.run` set its signal handler, variable and stdout in this process, and restore them afterwards."""
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")

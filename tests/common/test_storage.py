@@ -158,11 +158,12 @@ def test_the_endpoint_comes_from_the_uri_or_the_environment(s3, s3_server, monke
     assert list(Folder(uri).names("")) == ["a.tar"]
 
 
-def test_a_bucket_that_is_not_there_holds_nothing_and_takes_nothing(s3, s3_server):
+def test_a_bucket_that_is_not_there_is_bad_input(s3, s3_server):
     folder = Folder(f"s3://nobody-made-it/data?endpoint_override={s3_server}")
-    assert folder.kind() is None and folder.read("x") is None
-    with pytest.raises(errors.BadInput, match="nobody-made-it"):
-        folder.write("x", b"data")
+    assert folder.kind() is None
+    for request in (lambda: folder.read("x"), lambda: folder.names(""), lambda: folder.write("x", b"data")):
+        with pytest.raises(errors.BadInput, match=r"nobody-made-it.* refuses access .*NoSuchBucket"):
+            request()
 
 
 @pytest.fixture

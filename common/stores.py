@@ -1,0 +1,433 @@
+"""Object stores behind URIs: options of a URI, errors, and reads and writes that can be conditional, through obstore.
+
+A conditional write succeeds only if the object is absent, or is still the version that the caller knows (its tag). With
+it, hosts that share nothing else exclude each other. Amazon S3, Google Cloud Storage, Cloudflare R2, Ceph and MinIO of
+2025 or newer have conditional writes; a store that answers 501 to them raises BadInput.
+"""
+
+import functools
+import hashlib
+import os
+import re
+import secrets
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from common.errors import BadInput, ToolError, TryAgain, one_line
+
+PART = 8 << 20  # bytes; a larger file is sent and read in parts of this size
+PARALLEL = 8  # requests at the same time for the parts of a file or the files of a folder
+CONNECT_TIMEOUT, REQUEST_TIMEOUT = 5, 15  # seconds
+RETRIES, RETRY_SECONDS = 5, 15  # a request is repeated so often, and not after this time, before it fails
+S3_OPTIONS = {"endpoint_override", "scheme", "region", "anonymous", "access_key", "secret_key", "session_token"}
+GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous", "access_token"}
+STATUS = re.compile(r"status code: ((\d{3})[^:]*)")
+CODE = re.compile(r"<Code>(\w+)</Code>")
+Tag = dict[str, str | None]  # the version of an object, as obstore's conditions take it: {"e_tag": ..., "version": ...}
+
+
+class Conflict(Exception):
+    """A conditional write or delete met another version of the object than its caller knows."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# URIs and their options
+
+
+@dataclass(frozen=True)
+class Address:
+    """What a URI means: path has no slash at its ends; options have the values of the environment filled in."""
+
+    scheme: str
+    bucket: str
+    path: str
+    options: dict[str, Any]
+
+    @property
+    def endpoint(self) -> str | None:
+        """The address of the store with its scheme, or None for that of Amazon or Google."""
+        endpoint = self.options.get("endpoint_override")
+        if endpoint and "://" not in endpoint:
+            endpoint = f"{self.options.get('scheme', 'https')}://{endpoint}"
+        return endpoint
+
+
+def parse(uri: str) -> Address:
+    """Return the address of an s3:// or gs:// URI; the only request made is for the region of a bucket at Amazon.
+
+    Raises BadInput if the URI is not valid or the region is unknown.
+    """
+    try:
+        parts = urllib.parse.urlsplit(uri)
+    except ValueError as error:
+        raise not_valid(uri, error) from None
+    options: dict[str, Any] = dict(urllib.parse.parse_qsl(parts.query))
+    options["anonymous"] = options.get("anonymous") == "true"
+    scheme = {"gcs": "gs"}.get(parts.scheme, parts.scheme)
+    if scheme not in ("s3", "gs"):
+        raise BadInput(f"{uri}: {parts.scheme}:// is not supported: use a path, s3:// or gs://")
+    if scheme == "s3":
+        _fill_in_s3(uri, parts.netloc, options)
+    return Address(scheme, parts.netloc, parts.path.strip("/"), options)
+
+
+def _fill_in_s3(uri: str, bucket: str, options: dict[str, Any]) -> None:
+    get = os.environ.get
+    endpoint = options.get("endpoint_override") or get("AWS_ENDPOINT_URL_S3") or get("AWS_ENDPOINT_URL")
+    region = options.get("region") or get("AWS_REGION") or get("AWS_DEFAULT_REGION")
+    if endpoint:
+        options["endpoint_override"] = endpoint
+    elif not region:
+        import pyarrow.fs
+
+        try:
+            region = pyarrow.fs.resolve_s3_region(bucket)
+        except OSError as error:
+            raise refused(uri, str(error)) from None
+    if region:
+        options["region"] = region
+
+
+def not_valid(uri: str, reason: object) -> BadInput:
+    """Return the error for a URI that is not valid."""
+    return BadInput(f"{uri} is not a valid URI ({reason}): use the form s3://bucket/folder?region=...")
+
+
+def refused(uri: str, reason: str) -> BadInput:
+    """Return the error for a store that refuses access."""
+    remedy = "check the name and the credentials, or add ?region=... to the URI"
+    return BadInput(f"{uri} refuses access ({reason}): {remedy}")
+
+
+def away(uri: str, reason: str) -> TryAgain:
+    """Return the error for a store that does not answer."""
+    return TryAgain(f"{uri} does not answer ({reason}): try again later or check the address")
+
+
+def _open(address: Address) -> Any:
+    """Return the obstore store of a URI; its names are relative to the URI's path."""
+    from obstore.store import GCSStore, S3Store
+
+    known = S3_OPTIONS if address.scheme == "s3" else GCS_OPTIONS
+    if unknown := sorted(address.options.keys() - known):
+        raise ValueError(f"unknown option {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+    common: dict[str, Any] = {
+        "prefix": address.path or None,
+        "client_options": {
+            "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT),
+            "timeout": timedelta(seconds=REQUEST_TIMEOUT),
+            "allow_http": (address.endpoint or "").startswith("http://"),
+        },
+        "retry_config": {
+            "max_retries": RETRIES,
+            "retry_timeout": timedelta(seconds=RETRY_SECONDS),
+            "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2},
+        },
+    }
+    options = address.options
+    if address.scheme == "gs":
+        config = {"base_url": address.endpoint, "bearer_token": options.get("access_token")}
+        config = {name: value for name, value in config.items() if value}
+        return GCSStore(address.bucket, config={**config, "skip_signature": options["anonymous"]}, **common)
+    config = {
+        "region": options.get("region", "us-east-1"),
+        "aws_endpoint_url_s3": address.endpoint,
+        "access_key_id": options.get("access_key"),
+        "secret_access_key": options.get("secret_key"),
+        "session_token": options.get("session_token"),
+    }
+    config = {name: value for name, value in config.items() if value}
+    if not (options["anonymous"] or "access_key" in options or os.environ.get("AWS_ACCESS_KEY_ID")):
+        from obstore.auth.boto3 import Boto3CredentialProvider  # reads profiles, which obstore does not
+
+        common["credential_provider"] = Boto3CredentialProvider()
+    return S3Store(address.bucket, config={**config, "skip_signature": options["anonymous"]}, **common)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Objects
+
+
+@dataclass(frozen=True)
+class Object:
+    """What a store tells of an object: size in bytes, version, time of its last write by the store's clock."""
+
+    size: int
+    tag: Tag
+    modified: datetime
+
+
+def _object(meta: Any) -> Object:
+    return Object(meta["size"], _tag(meta), meta["last_modified"])
+
+
+def _tag(result: Any) -> Tag:
+    return {"e_tag": result["e_tag"], "version": result["version"]}
+
+
+class Store:
+    """The objects below a URI. Names are relative to it, with `/`.
+
+    A request is repeated for at most RETRY_SECONDS + REQUEST_TIMEOUT. Methods raise TryAgain if the store does not
+    answer or throttles for longer, and BadInput if it refuses access, has no such bucket or lacks conditional writes.
+    """
+
+    def __init__(self, uri: str):
+        self.uri = uri
+        self.address = parse(uri)
+        try:
+            self.objects = _open(self.address)
+        except (TypeError, ValueError) as error:
+            raise not_valid(uri, one_line(str(error), 200)) from None
+
+    def list(self) -> dict[str, Object]:
+        """Return all objects at any depth by name, also those whose names start with a dot."""
+        with self._told():
+            found = {meta["path"]: meta for page in self.objects.list(chunk_size=1000) for meta in page}
+        folders = {name[:end] for name in found for end in range(len(name)) if name[end] == "/"}
+        # An empty object that bears a folder's name was made by a tool that shows folders.
+        return {name: _object(found[name]) for name in sorted(found) if name and name not in folders}
+
+    def head(self, name: str) -> Object | None:
+        """Return what the store tells of an object, or None if it is missing."""
+        with suppress(FileNotFoundError), self._told():
+            return _object(self.objects.head(name))
+        return None
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of an object, or None if it is missing."""
+        return (self.read_tagged(name) or (None, None))[0]
+
+    def read_tagged(self, name: str) -> tuple[bytes, Object] | None:
+        """Return (content, what the store tells of it) of one version of an object, or None if it is missing."""
+        with suppress(FileNotFoundError), self._told():
+            result = self.objects.get(name)
+            return bytes(result.bytes()), _object(result.meta)
+        return None
+
+    def read_parts(self, name: str, found: Object) -> Iterator[tuple[int, Callable[[], bytes]]]:
+        """Yield (start, function that reads the part) for each part of PART bytes of one version of an object.
+
+        The function raises Conflict if the object is another version by now, and FileNotFoundError if it is gone.
+        """
+        for start in range(0, found.size, PART):
+            yield start, functools.partial(self._read_part, name, found, start, min(start + PART, found.size))
+
+    def _read_part(self, name: str, found: Object, start: int, end: int) -> bytes:
+        with self._told():
+            options = {"range": (start, end), "if_match": found.tag["e_tag"]}
+            return bytes(self.objects.get(name, options=options).bytes())
+
+    def write(self, name: str, data: bytes | Path, only_if_absent: bool = False, only_if_tag: Tag | None = None) -> Tag:
+        """Write an object atomically, from bytes or a file, and return its tag.
+
+        Raises Conflict, and writes nothing, if the object exists (only_if_absent) or is not the version `only_if_tag`.
+        A file larger than PART takes no `only_if_tag`: `delete` the version that is known, then write only_if_absent.
+        """
+        if isinstance(data, Path):
+            if data.stat().st_size > PART:
+                assert only_if_tag is None, "a large file is written unconditionally or only if absent"
+                return self._write_large(name, data, only_if_absent)
+            data = data.read_bytes()
+        mode: Any = "create" if only_if_absent else only_if_tag or "overwrite"
+        if mode == "overwrite":
+            with self._told():
+                return _tag(self.objects.put(name, data, chunk_size=PART, max_concurrency=PARALLEL))
+        return self._write_if(name, data, mode)
+
+    def _write_if(self, name: str, data: bytes, mode: Any) -> Tag:
+        """Write under a condition; obstore does not repeat such a request whose answer is lost, so this does."""
+        began, answer_lost = time.monotonic(), False
+        while True:
+            try:
+                with self._told(conditional=True):
+                    return _tag(self.objects.put(name, data, mode=mode, use_multipart=False))
+            except Conflict:
+                found = self.read_tagged(name) if answer_lost else None
+                if found is not None and found[0] == data:  # the earlier request had arrived
+                    return found[1].tag
+                raise
+            except TryAgain:
+                if time.monotonic() - began > RETRY_SECONDS:
+                    raise
+                answer_lost = True
+                time.sleep(0.5)
+
+    def _write_large(self, name: str, path: Path, only_if_absent: bool) -> Tag:
+        if self.address.scheme == "s3":
+            with self._told(conditional=only_if_absent):
+                return _MultipartUpload(self, name, path).run(only_if_absent)
+        with self._told(conditional=only_if_absent):
+            if not only_if_absent:
+                return _tag(self.objects.put(name, path, chunk_size=PART, max_concurrency=PARALLEL))
+            # Google's multipart uploads know no conditions, but its copies do.
+            beside = f".upload-{secrets.token_hex(8)}"
+            try:
+                self.objects.put(beside, path, chunk_size=PART, max_concurrency=PARALLEL)
+                self.objects.copy(beside, name, overwrite=False)
+            finally:
+                self.objects.delete(beside)
+            return _tag(self.objects.head(name))
+
+    def delete(self, name: str, only_if_tag: Tag | None = None) -> None:
+        """Delete an object; one that is missing is no error.
+
+        Raises Conflict if it is not the version `only_if_tag`. Stores other than S3 ignore this condition.
+        """
+        with suppress(FileNotFoundError), self._told():
+            if only_if_tag is None or self.address.scheme != "s3":
+                self.objects.delete(name)
+            else:
+                self.s3.delete_object(**self.key(name), IfMatch=only_if_tag["e_tag"])
+
+    def key(self, name: str) -> dict[str, str]:
+        """Return the arguments with which boto3 names an object."""
+        return {"Bucket": self.address.bucket, "Key": f"{self.address.path}/{name}".lstrip("/")}
+
+    @functools.cached_property
+    def s3(self) -> Any:
+        """A boto3 client, for the two requests whose conditions obstore lacks: complete multipart upload and delete."""
+        import boto3
+        from botocore import UNSIGNED
+        from botocore.config import Config
+
+        options = self.address.options
+        return boto3.client(
+            "s3",
+            endpoint_url=self.address.endpoint,
+            region_name=options.get("region", "us-east-1"),
+            aws_access_key_id=options.get("access_key"),
+            aws_secret_access_key=options.get("secret_key"),
+            aws_session_token=options.get("session_token"),
+            config=Config(
+                signature_version=UNSIGNED if options["anonymous"] else None,
+                s3={"addressing_style": "path"} if self.address.endpoint else None,
+                request_checksum_calculation="when_required",  # stores other than Amazon's may not know newer checksums
+                retries={"mode": "standard", "max_attempts": RETRIES + 1},
+                connect_timeout=CONNECT_TIMEOUT,
+                read_timeout=REQUEST_TIMEOUT,
+                max_pool_connections=PARALLEL,
+            ),
+        )
+
+    @contextmanager
+    def _told(self, conditional: bool = False) -> Iterator[None]:
+        """Convert the errors of obstore and boto3 to ToolErrors that name the URI, and failed conditions to Conflict.
+
+        FileNotFoundError passes unless it is the bucket that is missing.
+        """
+        try:
+            yield
+        except (ToolError, Conflict):
+            raise
+        except Exception as error:
+            converted = _converted(self.uri, error, conditional)
+            if converted is error:
+                raise
+            raise converted from None
+
+
+def _converted(uri: str, error: Exception, conditional: bool) -> Exception:
+    """Return the exception to raise for one of obstore or boto3, or the same one if it is neither."""
+    module, name = type(error).__module__, type(error).__name__
+    if module.startswith("botocore"):
+        response = getattr(error, "response", {})
+        status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
+        code, reason = response.get("Error", {}).get("Code", ""), str(error)
+    elif module.startswith("obstore") or isinstance(error, FileNotFoundError):
+        text = str(error).partition("\n\nDebug source")[0]
+        answer, status = found.groups() if (found := STATUS.search(text)) else ("", "")
+        code = found[1] if (found := CODE.search(text)) else ""
+        reason = f"{answer} {code}".strip() if answer else text.rpartition(" - ")[2]
+    else:
+        return error
+    reason = one_line(reason, 300)
+    if name in ("AlreadyExistsError", "PreconditionError") or status == "412":
+        return Conflict(f"{uri}: {reason}")
+    if status == "404" and code != "NoSuchBucket":
+        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(f"{uri}: {reason}")
+    if conditional and (status == "501" or name in ("NotSupportedError", "NotImplementedError")):
+        return BadInput(f"{uri}: the store lacks conditional writes ({reason}), which locks need: use another store")
+    if status[:1] == "5" or status == "429" or (not status and _of_network(error)):
+        return away(uri, reason)
+    return refused(uri, reason)
+
+
+def _of_network(error: Exception) -> bool:
+    """Return whether an exception without an HTTP status comes from the network rather than from wrong settings."""
+    if type(error).__module__.startswith("botocore"):
+        return "Credential" not in type(error).__name__
+    return any(words in str(error) for words in ("HTTP error", "error sending request", "error decoding response"))
+
+
+class _MultipartUpload:
+    """An upload of a file to S3 in parts, whose end can be conditional (which neither obstore nor boto3's own have)."""
+
+    def __init__(self, store: Store, name: str, path: Path):
+        self.store, self.name, self.path, self.key = store, name, path, store.key(name)
+        self.tags: list[str] = []  # of the parts, in order
+
+    def run(self, only_if_absent: bool) -> Tag:
+        """Upload the file and return its tag; raise Conflict, leaving nothing, if the object exists."""
+        s3 = self.store.s3
+        upload = {**self.key, "UploadId": s3.create_multipart_upload(**self.key)["UploadId"]}
+        try:
+            self._send(upload)
+            parts = [{"ETag": tag, "PartNumber": number} for number, tag in enumerate(self.tags, 1)]
+            condition = {"IfNoneMatch": "*"} if only_if_absent else {}
+            done = s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
+            return {"e_tag": done["ETag"], "version": done.get("VersionId")}
+        except BaseException as error:
+            with suppress(Exception):  # the first error is the one to report
+                s3.abort_multipart_upload(**upload)
+            if isinstance(error, Exception) and (found := self._arrived(error)):
+                return found
+            raise
+
+    def _send(self, upload: dict[str, str]) -> None:
+        size = self.path.stat().st_size
+        part = max(PART, -(-size // 10_000))  # S3 takes at most 10,000 parts
+        pool = ThreadPoolExecutor(PARALLEL)
+
+        def send(number: int) -> str:
+            with open(self.path, "rb") as file:
+                file.seek((number - 1) * part)
+                body = file.read(part)
+            return self.store.s3.upload_part(**upload, PartNumber=number, Body=body)["ETag"]
+
+        try:
+            self.tags = list(pool.map(send, range(1, -(-size // part) + 1)))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _arrived(self, error: Exception) -> Tag | None:
+        """Return the tag if the object is this upload: the answer to its end was lost, and the repeated end failed."""
+        code = getattr(error, "response", {}).get("Error", {}).get("Code")
+        if not self.tags or code not in ("NoSuchUpload", "PreconditionFailed"):
+            return None
+        digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in self.tags)
+        expected = f'"{hashlib.md5(digests).hexdigest()}-{len(self.tags)}"'
+        found = self.store.head(self.name)
+        return found.tag if found and found.tag["e_tag"] == expected else None
+
+
+class Writer:
+    """Writes below a URI for a run that holds no lease; `leases.Fence` writes for one that does."""
+
+    def __init__(self, uri: str):
+        self.store = Store(uri)
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        """Write an object atomically, from bytes or a file."""
+        self.store.write(name, data)
+
+    def delete(self, name: str) -> None:
+        """Delete an object; one that is missing is no error."""
+        self.store.delete(name)
