@@ -30,7 +30,7 @@ S3_OPTIONS = {"endpoint_override", "scheme", "region", "anonymous", "access_key"
 GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous", "access_token"}
 STATUS = re.compile(r"status code: ((\d{3})[^:]*)")
 CODE = re.compile(r"<Code>(\w+)</Code>")
-Tag = dict[str, str | None]  # the version of an object, as obstore's conditions take it: {"e_tag": ..., "version": ...}
+Tag = dict[str, str]  # a version of an object, as obstore's conditions take it: e_tag and, if the store has it, version
 
 
 class Conflict(Exception):
@@ -169,7 +169,7 @@ def _object(meta: Any) -> Object:
 
 
 def _tag(result: Any) -> Tag:
-    return {"e_tag": result["e_tag"], "version": result["version"]}
+    return {name: result[name] for name in ("e_tag", "version") if result[name] not in (None, "null")}
 
 
 class Store:
@@ -338,7 +338,7 @@ def _converted(uri: str, error: Exception, conditional: bool) -> Exception:
     """Return the exception to raise for one of obstore or boto3, or the same one if it is neither."""
     module, name = type(error).__module__, type(error).__name__
     if module.startswith("botocore"):
-        response = getattr(error, "response", {})
+        response = getattr(error, "response", None) or {}
         status = str(response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
         code, reason = response.get("Error", {}).get("Code", ""), str(error)
     elif module.startswith("obstore") or isinstance(error, FileNotFoundError):
@@ -383,7 +383,7 @@ class _MultipartUpload:
             parts = [{"ETag": tag, "PartNumber": number} for number, tag in enumerate(self.tags, 1)]
             condition = {"IfNoneMatch": "*"} if only_if_absent else {}
             done = s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
-            return {"e_tag": done["ETag"], "version": done.get("VersionId")}
+            return _tag({"e_tag": done["ETag"], "version": done.get("VersionId")})
         except BaseException as error:
             with suppress(Exception):  # the first error is the one to report
                 s3.abort_multipart_upload(**upload)
@@ -409,8 +409,9 @@ class _MultipartUpload:
 
     def _arrived(self, error: Exception) -> Tag | None:
         """Return the tag if the object is this upload: the answer to its end was lost, and the repeated end failed."""
-        code = getattr(error, "response", {}).get("Error", {}).get("Code")
-        if not self.tags or code not in ("NoSuchUpload", "PreconditionFailed"):
+        answer = getattr(error, "response", None) or {}
+        repeated = answer.get("ResponseMetadata", {}).get("RetryAttempts")
+        if not (repeated and answer["Error"]["Code"] in ("NoSuchUpload", "PreconditionFailed") and self.tags):
             return None
         digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in self.tags)
         expected = f'"{hashlib.md5(digests).hexdigest()}-{len(self.tags)}"'
