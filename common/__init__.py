@@ -8,6 +8,7 @@ actors     map work over a pool of Ray Data actors
 folders    atomic writes, manifests, publishing, file locks, digests
 stores     requests to object stores (S3, Google Cloud Storage): conditional writes, large files, errors
 objects    folders in object stores: publish whole or not at all, local copies in a cache
+cache      folders on the node's disk that were downloaded: filled once, bounded
 leases     locks in object stores, and writes that only their holder can make
 storage    local folders and object stores (S3, Google Cloud Storage) behind one class
 images     find, decode, check, crop and scale images

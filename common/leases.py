@@ -15,7 +15,7 @@ from typing import Any
 
 from common import folders
 from common.errors import BadInput, ToolError, TryAgain
-from common.stores import PART, Conflict, Object, Store, Tag, Writer
+from common.stores import LARGE, Conflict, Object, Store, Tag, Writer
 
 SECONDS = 60.0
 CLOCK_PROBE = f"{folders.LOCK}-clock"
@@ -172,7 +172,7 @@ class Fence(Writer):
     def write(self, name: str, data: bytes | Path) -> None:
         """Write an object atomically, from bytes or a file; raise TryAgain if the lease is lost."""
         self.lease.check()
-        large = isinstance(data, Path) and data.stat().st_size > PART
+        large = isinstance(data, Path) and data.stat().st_size > LARGE
         tag = None if large else self.tags.get(name)
         for _ in range(3):
             if large:

@@ -17,7 +17,7 @@ from common import cache, folders
 from common.errors import BadInput, CheckFailed, TryAgain
 from common.folders import MANIFEST
 from common.storage import is_remote, join
-from common.stores import PARALLEL, PART, Conflict, Object, Store, Writer
+from common.stores import LARGE, PARALLEL, Conflict, Object, Store, Writer
 
 MARKER = ".publishing"
 Item = TypeVar("Item")
@@ -49,9 +49,9 @@ def upload_folder(folder: str | Path, uri: str, writer: Writer | None = None) ->
         writer.write(path.relative_to(folder).as_posix(), path)
 
     for path, size in sizes.items():
-        if size > PART:
+        if size > LARGE:
             write(path)
-    _in_parallel(write, [path for path, size in sizes.items() if size <= PART])
+    _in_parallel(write, [path for path, size in sizes.items() if size <= LARGE])
 
 
 def publish(folder: str | Path, uri: str, writer: Writer | None = None, **facts: Any) -> None:

@@ -22,9 +22,11 @@ from typing import Any
 
 from common.errors import BadInput, ToolError, TryAgain, one_line
 
-PART = 8 << 20  # bytes; a larger file is sent and read in parts of this size
+PART = 8 << 20  # bytes of the parts in which objects are read and large files sent
+LARGE = 1 << 20  # bytes; a larger file is sent in parts
 PARALLEL = 8  # requests at the same time for the parts of a file or the files of a folder
-CONNECT_TIMEOUT, REQUEST_TIMEOUT = 5, 15  # seconds
+CONNECT_TIMEOUT, REQUEST_TIMEOUT = 5, 15  # seconds without an answer or, while an answer arrives, without a byte
+SLOW_LINK = 300  # seconds that a part of an object may take to arrive
 RETRIES, RETRY_SECONDS = 5, 15  # a request is repeated so often, and not after this time, before it fails
 S3_OPTIONS = {"endpoint_override", "scheme", "region", "anonymous", "access_key", "secret_key", "session_token"}
 GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous", "access_token"}
@@ -75,7 +77,7 @@ def parse(uri: str) -> Address:
         raise BadInput(f"{uri}: {parts.scheme}:// is not supported: use a path, s3:// or gs://")
     if scheme == "s3":
         _fill_in_s3(uri, parts.netloc, options)
-    return Address(scheme, parts.netloc, parts.path.strip("/"), options)
+    return Address(scheme, parts.netloc, "/".join(filter(None, parts.path.split("/"))), options)
 
 
 def _fill_in_s3(uri: str, bucket: str, options: dict[str, Any]) -> None:
@@ -122,7 +124,8 @@ def _open(address: Address) -> Any:
         "prefix": address.path or None,
         "client_options": {
             "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT),
-            "timeout": timedelta(seconds=REQUEST_TIMEOUT),
+            "read_timeout": timedelta(seconds=REQUEST_TIMEOUT),
+            "timeout": timedelta(seconds=SLOW_LINK),
             "allow_http": (address.endpoint or "").startswith("http://"),
         },
         "retry_config": {
@@ -148,7 +151,8 @@ def _open(address: Address) -> Any:
         from obstore.auth.boto3 import Boto3CredentialProvider  # reads profiles, which obstore does not
 
         common["credential_provider"] = Boto3CredentialProvider()
-    return S3Store(address.bucket, config={**config, "skip_signature": options["anonymous"]}, **common)
+    config |= {"skip_signature": options["anonymous"], "disable_bulk_delete": True}  # bulk delete is not universal
+    return S3Store(address.bucket, config=config, **common)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -229,10 +233,10 @@ class Store:
         """Write an object atomically, from bytes or a file, and return its tag.
 
         Raises Conflict, and writes nothing, if the object exists (only_if_absent) or is not the version `only_if_tag`.
-        A file larger than PART takes no `only_if_tag`: `delete` the version that is known, then write only_if_absent.
+        A file larger than LARGE takes no `only_if_tag`: `delete` the version that is known, then write only_if_absent.
         """
         if isinstance(data, Path):
-            if data.stat().st_size > PART:
+            if data.stat().st_size > LARGE:
                 assert only_if_tag is None, "a large file is written unconditionally or only if absent"
                 return self._write_large(name, data, only_if_absent)
             data = data.read_bytes()
@@ -349,13 +353,13 @@ def _converted(uri: str, error: Exception, conditional: bool) -> Exception:
     else:
         return error
     reason = one_line(reason, 300)
-    if name in ("AlreadyExistsError", "PreconditionError") or status == "412":
+    if name in ("AlreadyExistsError", "PreconditionError") or status in ("409", "412"):
         return Conflict(f"{uri}: {reason}")
     if status == "404" and code != "NoSuchBucket":
         return error if isinstance(error, FileNotFoundError) else FileNotFoundError(f"{uri}: {reason}")
     if conditional and (status == "501" or name in ("NotSupportedError", "NotImplementedError")):
         return BadInput(f"{uri}: the store lacks conditional writes ({reason}), which locks need: use another store")
-    if status[:1] == "5" or status == "429" or (not status and _of_network(error)):
+    if status[:1] == "5" or status == "429" or code == "RequestTimeout" or (not status and _of_network(error)):
         return away(uri, reason)
     return refused(uri, reason)
 

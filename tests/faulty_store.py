@@ -26,9 +26,9 @@ class Fault:
     """What happens to the next `times` requests whose method is `method` and whose path contains `path`.
 
     kind: an HTTP status such as "503" (the store does not see the request), "reset_request" and "reset_response" (the
-    connection breaks after `after` bytes of the body), "lose_response" (the store acts, the answer is lost), "delay"
-    (of `seconds`), "corrupt" (one bit of the answer's body is flipped) or "ignore_conditions" (If-Match and
-    If-None-Match are removed).
+    connection breaks after `after` bytes of the body), "slow" (`seconds` pass before each 64 KiB of the answer),
+    "lose_response" (the store acts, the answer is lost), "delay" (of `seconds`), "corrupt" (one bit of the answer's
+    body is flipped) or "ignore_conditions" (If-Match and If-None-Match are removed).
     """
 
     kind: str
@@ -182,11 +182,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: fault.after])
             raise _Broken
         for start in range(0, len(content), BLOCK):
+            time.sleep(fault.seconds if fault.kind == "slow" else 0)
             self.wfile.write(content[start : start + BLOCK])
 
 
 CODES = {
     "403": "AccessDenied",
+    "412": "PreconditionFailed",
     "404": "NoSuchBucket",
     "500": "InternalError",
     "501": "NotImplemented",

@@ -125,13 +125,16 @@ def test_of_many_runs_that_come_together_one_holds_the_lock(uri):
 
 
 def test_a_lease_is_renewed_while_its_run_works(uri):
+    tags = set()
     with leases.lease(uri, seconds=2) as held:
         for _ in range(8):
             time.sleep(0.5)
             held.check()
+            tags.add(held.tag["e_tag"])
             with pytest.raises(errors.TryAgain, match="in use"), leases.lease(uri, seconds=2):
                 pass
         held.confirm()
+    assert len(tags) > 3, "equal tags would let a stale renewal pass"
 
 
 @pytest.mark.parametrize("kind", ["503", "lose_response", "reset_request"])

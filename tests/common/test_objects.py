@@ -1,5 +1,6 @@
 """Folders in an object store: whole or absent, whatever happens to the run, the store or its listing."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -90,7 +91,7 @@ def test_an_older_result_is_replaced(fenced, uri, tmp_path, faulty_s3, monkeypat
     order = [each for each in faulty_s3.seen() if each.method in ("PUT", "DELETE", "POST") and ".lock" not in each.path]
     places = {"deleted": [], "put": [], "sealed": []}
     for place, each in enumerate(order):
-        if "manifest.json" in each.path or "?delete" in each.path:
+        if "manifest.json" in each.path:
             places["sealed" if each.method == "PUT" else "deleted"].append(place)
         elif each.method == "PUT" and ".publishing" not in each.path:
             places["put"].append(place)
@@ -322,46 +323,72 @@ def test_eight_processes_of_a_node_fetch_each_object_once(uri, tmp_path, faulty_
 
 PUBLISH = """
 import sys
+import boto3, obstore.store
 from common import leases, objects
-with leases.lease(sys.argv[1], 1) as held:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    objects.publish(sys.argv[2], sys.argv[1], held.writer(sys.argv[1]), number=int(sys.argv[3]))
+print("ready", flush=True)
+if sys.stdin.readline():
+    with leases.lease(sys.argv[1], 1) as held:
+        objects.publish(sys.argv[2], sys.argv[1], held.writer(sys.argv[1]), number=int(sys.argv[3]))
 """
 
 
+@contextlib.contextmanager
+def uploads(uri, tmp_path):
+    """Give a function that returns a process which publishes folder 0 or 1 after a line on its stdin.
+
+    The next one imports its modules while the last one runs.
+    """
+
+    def start(number):
+        command = [sys.executable, "-c", PUBLISH, uri, str(tmp_path / f"made-{number}"), str(number)]
+        return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def get(number):
+        child, waiting[number] = waiting[number], start(number)
+        assert child.stdout.readline()
+        return child
+
+    waiting = {number: start(number) for number in (0, 1)}
+    yield get
+    for child in waiting.values():
+        child.communicate("")
+
+
 def kill_uploads(uri, tmp_path, faulty_s3, monkeypatch, kills):
-    """Kill runs that replace a result, each at a later request than the one before, and let one of ten end."""
+    """Kill runs that replace a result, each after another number of requests; some end before."""
     faulty_s3.fault("delay", method="PUT", seconds=0.01, times=FOREVER)
     made = {number: make(tmp_path / f"made-{number}", files=6, seed=number) for number in (0, 1)}
-    whole = incomplete = 0
-    for number in range(kills):
-        which, last = number % 2, Store(uri).list().keys()
-        command = [sys.executable, "-c", PUBLISH, uri, str(tmp_path / f"made-{which}"), str(which)]
-        child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert child.stdout.readline()
-        faulty_s3.requests.clear()
-        child.stdin.write("\n")
-        child.stdin.flush()
-        while len(faulty_s3.requests) < 1 + 7 * number % 45 and child.poll() is None:
-            time.sleep(0.001)
-        child.kill()
-        child.communicate()
-        Store(uri).write(".lock", b"")  # the lease has expired
-        manifest = objects.read_manifest(uri, deep=True)
-        if manifest is None:
-            incomplete += 1
-            with pytest.raises((errors.TryAgain, errors.BadInput)) as error:
-                copy(uri, monkeypatch)
-            assert "is incomplete" in str(error.value) or not [name for name in last if "file" in name]
-        else:
-            whole += 1
-            assert copy(uri, monkeypatch) == made[manifest["number"]]
-        assert (objects.read_manifest(uri) is None) == (manifest is None)
+    seen = {"whole": 0, "incomplete": 0, "absent": 0}
+    with uploads(uri, tmp_path) as start:
+        for number in range(kills):
+            child = start(number % 2)
+            faulty_s3.requests.clear()
+            child.stdin.write("\n")
+            child.stdin.flush()
+            while len(faulty_s3.requests) < 3 + 11 * number % 50 and child.poll() is None:
+                time.sleep(0.001)
+            child.kill()
+            child.communicate()
+            Store(uri).write(".lock", b"")  # the lease has expired
+            seen[what_readers_take(uri, made, monkeypatch)] += 1
+    assert seen["whole"] and seen["incomplete"], "kills came before, within and after the uploads"
     with leases.lease(uri) as held:
         objects.publish(tmp_path / "made-1", uri, held.writer(uri), number=1)
-    assert copy(uri, monkeypatch) == made[1]
-    assert whole and incomplete, "kills came before, within and after the uploads"
+    assert what_readers_take(uri, made, monkeypatch) == "whole"
+
+
+def what_readers_take(uri, made, monkeypatch):
+    """Return "whole", "incomplete" or "absent"; raise AssertionError unless a whole folder holds what was made."""
+    manifest = objects.read_manifest(uri)
+    if manifest is not None:
+        assert copy(uri, monkeypatch) == made[manifest["number"]]
+        return "whole"
+    with pytest.raises((errors.TryAgain, errors.BadInput)) as error:
+        copy(uri, monkeypatch)
+    if "is incomplete" in str(error.value):
+        return "incomplete"
+    assert not [name for name in Store(uri).list() if not name.startswith(".lock")]
+    return "absent"
 
 
 def test_a_killed_upload_is_never_taken_for_whole(uri, tmp_path, faulty_s3, monkeypatch):

@@ -11,6 +11,7 @@ from conftest import ROOT
 from test_storage import closed_port  # noqa: F401
 
 from common import errors, stores
+from common.storage import Folder
 from common.stores import PART, Conflict, Store
 
 FOREVER = float("inf")
@@ -207,6 +208,39 @@ def test_a_read_survives_a_fault(kind, store, large, faulty_s3):
     found = store.head("a")
     faulty_s3.fault(kind, method="GET", path="/a", after=PART // 2, times=2)
     assert b"".join(read() for _, read in store.read_parts("a", found)) == large.read_bytes()
+
+
+def test_the_end_of_an_upload_whose_answer_was_lost_is_recognized(store, large, faulty_s3):
+    """Some stores no longer know the upload when its end is repeated, or take its object for another's."""
+    faulty_s3.fault("lose_response", method="POST", path="uploadId")
+    faulty_s3.fault("412", method="POST", path="uploadId")
+    tag = store.write("a", large, only_if_absent=True)
+    assert store.read("a") == large.read_bytes() and store.head("a").tag == tag
+    assert not any(fault.times for fault in faulty_s3.faults)
+    faulty_s3.fault("412", method="POST", path="uploadId")
+    with pytest.raises(Conflict):
+        store.write("a", large, only_if_absent=True)
+
+
+def test_a_slow_link_is_no_silent_store(faulty_s3, hasty):
+    store = Store(faulty_s3.uri("data"))
+    store.write("a", bytes(500_000))
+    faulty_s3.fault("slow", method="GET", path="/a", seconds=0.4)
+    began = time.monotonic()
+    assert store.read("a") == bytes(500_000)
+    assert time.monotonic() - began > 1.5 * stores.REQUEST_TIMEOUT and len(faulty_s3.seen("GET", "/a")) == 1
+
+
+@pytest.mark.parametrize("place", ["a b/é%20~", "a//b/", "+&=%"])
+def test_obstore_boto3_and_pyarrow_mean_the_same_objects(place, faulty_s3, large):
+    folder = Folder(faulty_s3.uri(place))
+    folder.write("small", b"1")
+    folder.store.write("large", large, only_if_absent=True)
+    assert folder.names("") == {"large": large.stat().st_size, "small": 1}
+    with folder.open("large") as file:
+        assert file.read(10) == large.read_bytes()[:10]
+    folder.store.delete("large", only_if_tag=folder.store.head("large").tag)
+    assert folder.names("") == {"small": 1} and folder.read("small") == b"1"
 
 
 def requests(store, path):
