@@ -102,10 +102,27 @@ def lease(uri: str, seconds: float = SECONDS) -> Iterator[Lease]:
         thread.join(timeout=1)
 
 
+class Borrowed:
+    """The lease of another process, for those that work for it elsewhere; each check reads the lock object."""
+
+    def __init__(self, uri: str, owner: str):
+        self.store, self.owner = Store(uri), owner
+
+    def check(self) -> None:
+        """Raise TryAgain unless `owner` still holds the lock."""
+        if _read(self.store)[0].get("owner") != self.owner:
+            raise TryAgain(f"{self.store.uri} now belongs to another run: this run stops")
+
+    confirm = check
+
+    def writer(self, uri: str) -> "Fence":
+        """Return a writer for a URI, this one or another, whose writes fail once the lease is lost."""
+        return Fence(uri, self)
+
+
 def check_owner(uri: str, owner: str) -> None:
-    """Raise TryAgain unless `owner` still holds the lock of a URI, for processes that work for it elsewhere."""
-    if _read(Store(uri))[0].get("owner") != owner:
-        raise TryAgain(f"{uri} now belongs to another run: this run stops")
+    """Raise TryAgain unless `owner` still holds the lock of a URI."""
+    Borrowed(uri, owner).check()
 
 
 def _acquire(store: Store, seconds: float) -> Lease:
@@ -164,7 +181,7 @@ class Fence(Writer):
     read.
     """
 
-    def __init__(self, uri: str, lease: Lease):
+    def __init__(self, uri: str, lease: Lease | Borrowed):
         super().__init__(uri)
         self.lease = lease
         self.tags: dict[str, Tag] = {}  # of what this run wrote

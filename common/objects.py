@@ -11,13 +11,16 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import cache, folders
 from common.errors import BadInput, CheckFailed, TryAgain
 from common.folders import MANIFEST
 from common.storage import is_remote, join
 from common.stores import LARGE, PARALLEL, Conflict, Object, Store, Writer
+
+if TYPE_CHECKING:
+    from common.leases import Borrowed, Lease
 
 MARKER = ".publishing"
 Item = TypeVar("Item")
@@ -37,12 +40,16 @@ def _in_parallel(function: Callable[[Item], Any], items: Iterable[Item]) -> list
 # Writing
 
 
-def upload_folder(folder: str | Path, uri: str, writer: Writer | None = None) -> None:
+def _writer(uri: str, lease: "Lease | Borrowed | None") -> Writer:
+    return lease.writer(uri) if lease else Writer(uri)
+
+
+def upload_folder(folder: str | Path, uri: str, lease: "Lease | Borrowed | None" = None) -> None:
     """Write all files of a folder to a URI: large ones one after the other in parallel parts, the others in parallel.
 
-    writer: a leases.Fence where the run holds a lease. Objects at the URI that the folder lacks stay as they are.
+    lease: the one under which the objects are written. Objects at the URI that the folder lacks stay as they are.
     """
-    writer = writer or Writer(uri)
+    writer = _writer(uri, lease)
     sizes = {path: path.stat().st_size for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
     def write(path: Path) -> None:
@@ -54,27 +61,28 @@ def upload_folder(folder: str | Path, uri: str, writer: Writer | None = None) ->
     _in_parallel(write, [path for path, size in sizes.items() if size <= LARGE])
 
 
-def publish(folder: str | Path, uri: str, writer: Writer | None = None, **facts: Any) -> None:
+def publish(folder: str | Path, uri: str, lease: "Lease | Borrowed | None" = None, **facts: Any) -> None:
     """Upload a folder and seal it with a manifest of its files and additional `facts`; replace what is at the URI.
 
     An older manifest is deleted first and the older objects that the folder lacks are deleted last, so that readers
-    see the older folder, none, or the new one. The folder on the disk stays as it is.
+    see the older folder, none, or the new one. The folder on the disk stays as it is. lease: the one under which the
+    objects are written; raises TryAgain if it is lost.
     """
-    folder, writer = Path(folder), writer or Writer(uri)
+    folder, writer = Path(folder), _writer(uri, lease)
     files = folders.describe_files(folder)
     assert MANIFEST not in files, f"{folder} is published already"
     writer.write(MARKER, b"")
     writer.delete(MANIFEST)
-    upload_folder(folder, uri, writer)
+    upload_folder(folder, uri, lease)
     writer.write(MANIFEST, (json.dumps({**facts, "files": files}, indent=2, sort_keys=True) + "\n").encode())
     older = [name for name in writer.store.list() if name not in files and name not in (MANIFEST, MARKER)]
     _in_parallel(writer.delete, filter(_is_content, older))
     writer.delete(MARKER)
 
 
-def delete_folder(uri: str, writer: Writer | None = None) -> None:
+def delete_folder(uri: str, lease: "Lease | Borrowed | None" = None) -> None:
     """Delete all objects at a URI but its lock, the manifest first; readers see the whole folder or none."""
-    writer = writer or Writer(uri)
+    writer = _writer(uri, lease)
     writer.write(MARKER, b"")
     writer.delete(MANIFEST)
     _in_parallel(writer.delete, [name for name in writer.store.list() if _is_content(name) and name != MARKER])

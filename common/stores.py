@@ -277,7 +277,8 @@ class Store:
                 self.objects.put(beside, path, chunk_size=PART, max_concurrency=PARALLEL)
                 self.objects.copy(beside, name, overwrite=False)
             finally:
-                self.objects.delete(beside)
+                with suppress(Exception):  # the first error is the one to report
+                    self.objects.delete(beside)
             return _tag(self.objects.head(name))
 
     def delete(self, name: str, only_if_tag: Tag | None = None) -> None:
@@ -297,13 +298,13 @@ class Store:
 
     @functools.cached_property
     def s3(self) -> Any:
-        """A boto3 client, for the two requests whose conditions obstore lacks: complete multipart upload and delete."""
+        """A boto3 client, for uploads in parts and for deletes, whose conditions obstore lacks."""
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
 
         options = self.address.options
-        return boto3.client(
+        return boto3.Session().client(  # threads cannot share the default session
             "s3",
             endpoint_url=self.address.endpoint,
             region_name=options.get("region", "us-east-1"),

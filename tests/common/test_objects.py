@@ -63,7 +63,7 @@ def test_a_folder_is_published_with_its_manifest_last(fenced, uri, tmp_path, fau
     before = tree(tmp_path / "made")
     if fenced:
         with leases.lease(uri) as held:
-            objects.publish(tmp_path / "made", uri, held.writer(uri), step=7)
+            objects.publish(tmp_path / "made", uri, held, step=7)
     else:
         objects.publish(tmp_path / "made", uri, step=7)
     writes = [each.path.partition("/out/")[2] for each in faulty_s3.seen("PUT")]
@@ -85,7 +85,7 @@ def test_an_older_result_is_replaced(fenced, uri, tmp_path, faulty_s3, monkeypat
     new = make(tmp_path / "new", files=5, seed=1)
     if fenced:
         with leases.lease(uri) as held:
-            objects.publish(tmp_path / "new", uri, held.writer(uri))
+            objects.publish(tmp_path / "new", uri, held)
     else:
         objects.publish(tmp_path / "new", uri)
     order = [each for each in faulty_s3.seen() if each.method in ("PUT", "DELETE", "POST") and ".lock" not in each.path]
@@ -110,7 +110,7 @@ def test_large_and_small_files_survive_faults(uri, tmp_path, faulty_s3, monkeypa
     faulty_s3.fault("reset_request", method="PUT", path="file-0", after=1000)
     faulty_s3.fault("lose_response", method="PUT", path="manifest.json")
     with leases.lease(uri) as held:
-        objects.publish(tmp_path / "made", uri, held.writer(uri))
+        objects.publish(tmp_path / "made", uri, held)
     assert not any(fault.times for fault in faulty_s3.faults)
     faulty_s3.fault("reset_response", method="GET", path="large", after=PART // 2, times=2)
     faulty_s3.fault("503", method="GET", path="unet/", times=2)
@@ -137,27 +137,42 @@ def test_a_store_that_goes_away_within_an_upload_is_told_and_the_next_run_comple
     assert copy(uri, monkeypatch) == made
 
 
-def test_a_run_that_lost_its_lease_within_an_upload_publishes_nothing(uri, tmp_path):
+def test_a_run_that_lost_its_lease_within_an_upload_publishes_nothing(uri, tmp_path, monkeypatch):
     make(tmp_path / "made", files=20)
     with leases.lease(uri) as held:
-        writer = held.writer(uri)
-        real = writer.write
+        real = leases.Fence.write
 
-        def write(name, data):
+        def write(self, name, data):
             held.lost = held.lost or "file-9" in name
-            real(name, data)
+            real(self, name, data)
 
-        writer.write = write
+        monkeypatch.setattr(leases.Fence, "write", write)
         with pytest.raises(errors.TryAgain, match="now belongs to another run"):
-            objects.publish(tmp_path / "made", uri, writer)
+            objects.publish(tmp_path / "made", uri, held)
     assert Store(uri).read("manifest.json") is None
+
+
+def test_a_worker_publishes_under_the_lease_of_its_driver(uri, faulty_s3, tmp_path, monkeypatch):
+    made = make(tmp_path / "made")
+    checkpoint = faulty_s3.uri("out/checkpoint-1")
+    with leases.lease(uri) as held:
+        objects.publish(tmp_path / "made", checkpoint, leases.Borrowed(uri, held.owner))
+        assert copy(checkpoint, monkeypatch) == made
+    before = Store(uri).list()
+    for attempt in (
+        lambda lease: objects.publish(tmp_path / "made", checkpoint, lease),
+        lambda lease: objects.delete_folder(checkpoint, lease),
+    ):
+        with pytest.raises(errors.TryAgain, match="now belongs to another run"):
+            attempt(leases.Borrowed(uri, held.owner))
+    assert Store(uri).list() == before
 
 
 def test_a_folder_is_deleted_but_its_lock(uri, tmp_path):
     make(tmp_path / "made")
     with leases.lease(uri) as held:
-        objects.publish(tmp_path / "made", uri, held.writer(uri))
-        objects.delete_folder(uri, held.writer(uri))
+        objects.publish(tmp_path / "made", uri, held)
+        objects.delete_folder(uri, held)
         held.confirm()
     assert list(Store(uri).list()) == [".lock"]
     objects.publish(tmp_path / "made", uri)
@@ -328,7 +343,7 @@ from common import leases, objects
 print("ready", flush=True)
 if sys.stdin.readline():
     with leases.lease(sys.argv[1], 1) as held:
-        objects.publish(sys.argv[2], sys.argv[1], held.writer(sys.argv[1]), number=int(sys.argv[3]))
+        objects.publish(sys.argv[2], sys.argv[1], held, number=int(sys.argv[3]))
 """
 
 
@@ -373,7 +388,7 @@ def kill_uploads(uri, tmp_path, faulty_s3, monkeypatch, kills):
             seen[what_readers_take(uri, made, monkeypatch)] += 1
     assert seen["whole"] and seen["incomplete"], "kills came before, within and after the uploads"
     with leases.lease(uri) as held:
-        objects.publish(tmp_path / "made-1", uri, held.writer(uri), number=1)
+        objects.publish(tmp_path / "made-1", uri, held, number=1)
     assert what_readers_take(uri, made, monkeypatch) == "whole"
 
 
