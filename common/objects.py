@@ -17,7 +17,7 @@ from common import cache, folders
 from common.errors import BadInput, CheckFailed, TryAgain
 from common.folders import MANIFEST
 from common.storage import is_remote, join
-from common.stores import LARGE, PARALLEL, Conflict, Object, Store, Writer
+from common.stores import PARALLEL, PART, Conflict, Object, Store, Writer
 
 if TYPE_CHECKING:
     from common.leases import Borrowed, Lease
@@ -56,9 +56,9 @@ def upload_folder(folder: str | Path, uri: str, lease: "Lease | Borrowed | None"
         writer.write(path.relative_to(folder).as_posix(), path)
 
     for path, size in sizes.items():
-        if size > LARGE:
+        if size > PART:
             write(path)
-    _in_parallel(write, [path for path, size in sizes.items() if size <= LARGE])
+    _in_parallel(write, [path for path, size in sizes.items() if size <= PART])
 
 
 def publish(folder: str | Path, uri: str, lease: "Lease | Borrowed | None" = None, **facts: Any) -> None:

@@ -102,10 +102,10 @@ def test_an_older_result_is_replaced(fenced, uri, tmp_path, faulty_s3, monkeypat
 
 def test_large_and_small_files_survive_faults(uri, tmp_path, faulty_s3, monkeypatch):
     made = make(tmp_path / "made", files=4)
-    made["large.bin"] = os.urandom(2 * PART + 5)
+    made["large.bin"] = os.urandom(PART + 500_000)
     (tmp_path / "made" / "large.bin").write_bytes(made["large.bin"])
     faulty_s3.fault("503", method="PUT", path="partNumber=1", times=2)
-    faulty_s3.fault("reset_request", method="PUT", path="partNumber=2", after=PART // 2, times=2)
+    faulty_s3.fault("reset_request", method="PUT", path="partNumber=2", after=1000, times=2)
     faulty_s3.fault("503", method="PUT", path="unet/", times=2)
     faulty_s3.fault("reset_request", method="PUT", path="file-0", after=1000)
     faulty_s3.fault("lose_response", method="PUT", path="manifest.json")

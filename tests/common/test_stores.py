@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import pytest
@@ -31,9 +32,9 @@ def hasty(monkeypatch):
 
 @pytest.fixture
 def large(tmp_path):
-    """A file of three parts, the last one short."""
+    """A file of two parts, the last one short."""
     path = tmp_path / "large"
-    path.write_bytes(os.urandom(2 * PART + 1000))
+    path.write_bytes(os.urandom(PART + 1000))
     return path
 
 
@@ -145,9 +146,9 @@ def test_a_write_under_a_tag_meets_that_version_or_writes_nothing(store):
 
 def test_a_large_file_goes_and_comes_in_parts(store, large, faulty_s3):
     store.write("a", large)
-    assert len([each for each in faulty_s3.seen("PUT") if "partNumber" in each.path]) == 3
+    assert len([each for each in faulty_s3.seen("PUT") if "partNumber" in each.path]) == 2
     parts = list(store.read_parts("a", store.head("a")))
-    assert [start for start, _ in parts] == [0, PART, 2 * PART]
+    assert [start for start, _ in parts] == [0, PART]
     assert b"".join(read() for _, read in parts) == large.read_bytes()
     store.write("a", b"other")
     with pytest.raises(Conflict):
@@ -189,8 +190,8 @@ def test_a_write_survives_a_fault(kind, condition, store, faulty_s3):
     ("kind", "method", "path"),
     [
         ("503", "PUT", "partNumber=2"),
-        ("reset_request", "PUT", "partNumber=2"),
-        ("lose_response", "PUT", "partNumber=3"),
+        ("reset_request", "PUT", "partNumber=1"),
+        ("lose_response", "PUT", "partNumber=1"),
         ("503", "POST", "uploads"),
         ("lose_response", "POST", "uploadId"),
     ],
@@ -257,12 +258,14 @@ def requests(store, path):
 def test_a_store_that_always_fails_is_told_within_bounds(kind, faulty_s3, hasty, large):
     store = Store(faulty_s3.uri("data"))
     faulty_s3.fault(kind, times=FOREVER)
-    for request in requests(store, large):
+    with ThreadPoolExecutor(8) as pool:
         began = time.monotonic()
-        with pytest.raises(errors.TryAgain, match=r"s3://.*/data.* does not answer") as error:
-            request()
-        assert time.monotonic() - began < 12
-        assert "\n" not in str(error.value) and len(str(error.value)) < 500
+        answers = [pool.submit(request) for request in requests(store, large)]
+        for answer in answers:
+            with pytest.raises(errors.TryAgain, match=r"s3://.*/data.* does not answer") as error:
+                answer.result()
+            assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert time.monotonic() - began < 15
 
 
 def test_a_store_that_is_not_there_or_silent_is_told_within_bounds(closed_port, faulty_s3, hasty):  # noqa: F811
