@@ -15,7 +15,8 @@ from typing import Any
 
 from common import folders
 from common.errors import BadInput, ToolError, TryAgain
-from common.stores import LARGE, Conflict, Object, Store, Tag, Writer
+from common.stores import LARGE, Object, Store, Tag, Writer
+from common.uris import Conflict
 
 SECONDS = 60.0
 CLOCK_PROBE = f"{folders.LOCK}-clock"

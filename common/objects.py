@@ -17,7 +17,8 @@ from common import cache, folders
 from common.errors import BadInput, CheckFailed, TryAgain
 from common.folders import MANIFEST
 from common.storage import is_remote, join
-from common.stores import PARALLEL, PART, Conflict, Object, Store, Writer
+from common.stores import PARALLEL, PART, Object, Store, Writer
+from common.uris import Conflict
 
 if TYPE_CHECKING:
     from common.leases import Borrowed, Lease

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import stores
+from common import stores, uris
 from common.errors import CheckFailed, ToolError
 from common.folders import write_bytes
 
@@ -47,7 +47,7 @@ def join(folder: str, name: str) -> str:
 
 def _store_error(location: str, error: Exception) -> ToolError:
     """Return the ToolError for an error of pyarrow with an object store or the network."""
-    return (stores.away if STORE_IS_AWAY.search(str(error)) else stores.refused)(location, str(error))
+    return (uris.away if STORE_IS_AWAY.search(str(error)) else uris.refused)(location, str(error))
 
 
 class Folder:
@@ -135,7 +135,7 @@ def _open_filesystem(location: str) -> "tuple[pyarrow.fs.FileSystem, str]":
 
     if not is_remote(location):
         return pyarrow.fs.LocalFileSystem(), str(Path(location).resolve())
-    address = stores.parse(location)
+    address = uris.parse(location)
     path = f"{address.bucket}/{address.path}".rstrip("/")
     try:
         if address.scheme == "gs":
@@ -148,7 +148,7 @@ def _open_filesystem(location: str) -> "tuple[pyarrow.fs.FileSystem, str]":
             **address.options,
         ), path
     except (TypeError, ValueError) as error:
-        raise stores.not_valid(location, error) from None
+        raise uris.not_valid(location, error) from None
 
 
 @contextlib.contextmanager

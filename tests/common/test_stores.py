@@ -11,9 +11,10 @@ import pytest
 from conftest import ROOT
 from test_storage import closed_port  # noqa: F401
 
-from common import errors, stores
+from common import errors, stores, uris
 from common.storage import Folder
-from common.stores import PART, Conflict, Store
+from common.stores import PART, Store
+from common.uris import Conflict
 
 FOREVER = float("inf")
 
@@ -163,7 +164,7 @@ def test_a_store_whose_parts_know_no_conditions_copies_under_one(store, large):
     from obstore.store import MemoryStore
 
     store.objects = MemoryStore()
-    store.address = stores.Address("gs", "bucket", "data", {})
+    store.address = uris.Address("gs", "bucket", "data", {})
     store.write("a", large, only_if_absent=True)
     with pytest.raises(Conflict):
         store.write("a", large, only_if_absent=True)
