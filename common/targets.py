@@ -1,0 +1,162 @@
+"""Output folders by path or URI through one interface: locks, publishing whole or not at all, small files.
+
+On a disk this is common.folders, in an object store common.objects and common.leases.
+"""
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import folders
+from common.storage import is_remote, join
+
+
+@dataclass(frozen=True)
+class Held:
+    """A lock that a run holds: the folder that it locks, and the line that names its owner."""
+
+    location: str
+    owner: str
+
+    def check(self) -> None:
+        """Raise TryAgain unless the run still holds the lock: workers can outlive their driver by seconds."""
+        if is_remote(self.location):
+            self.lease().check()
+        else:
+            folders.check_owner(Path(self.location) / folders.LOCK, self.owner)
+
+    def lease(self) -> Any:
+        """Return the lease under which objects are written, for a lock in an object store."""
+        from common.leases import Borrowed
+
+        return Borrowed(self.location, self.owner)
+
+
+@contextlib.contextmanager
+def lock(location: str | Path) -> Iterator[Held]:
+    """Hold the lock of a folder; raise TryAgain if another run holds it."""
+    if is_remote(location):
+        from common.leases import lease
+
+        with lease(str(location)) as held:
+            yield Held(str(location), held.owner)
+    else:
+        with folders.lock(Path(location) / folders.LOCK) as owner:
+            yield Held(str(location), owner)
+
+
+@contextlib.contextmanager
+def staging(location: str | Path) -> Iterator[Path]:
+    """Yield an empty folder on this node's disk to fill and `publish`; it is removed afterwards."""
+    if not is_remote(location):
+        with folders.staging(location) as folder:
+            yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="dreambooth-") as folder:
+        yield Path(folder)
+
+
+def _lease(held: Held | None) -> Any:
+    return held.lease() if held else None
+
+
+def publish(folder: Path, location: str | Path, held: Held | None = None, **facts: Any) -> None:
+    """Publish a folder of `staging` with a manifest of its files and additional `facts`; it replaces what is there.
+
+    held: the lock under which objects are written; a folder on a disk needs none.
+    """
+    if is_remote(location):
+        from common import objects
+
+        objects.publish(folder, str(location), _lease(held), **facts)
+    else:
+        folders.publish(folder, location, **facts)
+
+
+def read_manifest(location: str | Path, deep: bool = False) -> dict[str, Any] | None:
+    """Return the manifest of a folder, or None if it is missing or does not match the files (`deep`: their SHA-256)."""
+    if not is_remote(location):
+        return folders.read_manifest(location, deep)
+    from common import objects
+
+    return objects.read_manifest(str(location), deep)
+
+
+def recover(location: str | Path) -> None:
+    """Restore the folder that `publish` was replacing when it was killed; a store has nothing to restore."""
+    if not is_remote(location):
+        folders.recover(location)
+
+
+def read_json(location: str | Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a folder, or {} if it is missing or damaged."""
+    if not is_remote(location):
+        return folders.read_json(Path(location) / name)
+    from common.stores import Store
+
+    with contextlib.suppress(ValueError):
+        return json.loads(Store(str(location)).read(name) or "{}")
+    return {}
+
+
+def write_json(location: str | Path, name: str, value: Any, held: Held | None = None) -> None:
+    """Write `value` as indented JSON with sorted keys to a file of a folder, atomically."""
+    if not is_remote(location):
+        Path(location).mkdir(parents=True, exist_ok=True)
+        folders.write_json(Path(location) / name, value)
+        return
+    from common.stores import Writer
+
+    writer = held.lease().writer(str(location)) if held else Writer(str(location))
+    writer.write(name, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def delete(location: str | Path, held: Held | None = None) -> None:
+    """Delete a folder, if it exists; readers see it whole or not at all."""
+    if not is_remote(location):
+        shutil.rmtree(location, ignore_errors=True)
+        return
+    from common import objects
+
+    objects.delete_folder(str(location), _lease(held))
+
+
+def names(location: str | Path) -> list[str]:
+    """Return the names of all files in a folder and below, sorted."""
+    if not is_remote(location):
+        paths = sorted(Path(location).rglob("*"))
+        return [path.relative_to(location).as_posix() for path in paths if path.is_file()]
+    from common.stores import Store
+
+    return sorted(Store(str(location)).list())
+
+
+def check_writable(location: str | Path, flag: str) -> None:
+    """Raise BadInput unless a folder, or its nearest parent that exists, is a writable folder; a store tells later."""
+    if not is_remote(location):
+        folders.check_writable(location, flag)
+
+
+def check_ours(location: str | Path, flag: str) -> None:
+    """Raise BadInput if there is a file, or a folder with files and without a manifest; nothing replaces these."""
+    if not is_remote(location):
+        folders.check_ours(location, flag)
+        return
+    found = [name for name in names(location) if not name.startswith((folders.LOCK, "."))]
+    if found and folders.MANIFEST not in found and not read_json(location, folders.MANIFEST):
+        from common.errors import BadInput
+        from common.objects import MARKER
+        from common.stores import Store
+
+        if Store(str(location)).head(MARKER) is None:  # else a publishing of ours was stopped there
+            raise BadInput(f"{flag} {location} exists and is not an output of this toolkit: choose another folder")
+
+
+def join_name(location: str | Path, name: str) -> str:
+    """Return the location of a file or folder in a folder."""
+    return join(str(location), name) if is_remote(location) else str(Path(location) / name)
