@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common import targets
 from common.actors import map_on_actors
 from common.errors import CheckFailed
-from common.folders import publish, read_manifest, recover, staging
 from common.images import draw_crop, read_image, read_size, to_pixel_values
 from common.messages import Progress
+from common.objects import LocalFiles, local_copy
+from common.storage import is_remote
+from common.targets import Held
 from pipelines import loading
 from pipelines.tokens import tokenize
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
@@ -99,6 +102,13 @@ class Pairs:
 # The latent cache
 
 
+def locate(images: Sequence[Path], location: str | None) -> list[str]:
+    """Return where workers find images of which this node has copies; location: of their folder."""
+    if location and is_remote(location):
+        return [targets.join_name(location, path.name) for path in images]
+    return [str(path) for path in images]
+
+
 class PosteriorEncoder:
     """Decodes, crops and encodes images: the work of one actor while the cache is filled."""
 
@@ -117,7 +127,9 @@ class PosteriorEncoder:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         loading.set_up_torch(self.device, num_threads, mixed_precision)
         # float32, because this is computed once, and because SDXL's VAE overflows in float16.
-        self.vae = loading.load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
+        model = local_copy(model_dir)
+        self.vae = loading.load_models(str(model), ("vae",), torch.float32)["vae"].to(self.device)
+        self.local_file = LocalFiles()
         self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed
 
     def __call__(self, item: dict[str, list[Crop]]) -> dict[str, np.ndarray]:
@@ -138,26 +150,30 @@ class PosteriorEncoder:
 
     def _pixel_values(self, path: str, image: int, variant: int | None) -> np.ndarray:
         rng = None if variant is None else row_rng(self.seed, CROP, variant, image)
-        return to_pixel_values(read_image(path), self.resolution, rng, self.random_crop, self.random_flip)
+        return to_pixel_values(
+            read_image(self.local_file(path)), self.resolution, rng, self.random_crop, self.random_flip
+        )
 
 
 def cache_posteriors(
     folder: str,
     pairs: Pairs,
     num_pairs: int,
-    instance_images: list[Path],
-    class_images: list[Path],
+    instance_images: Sequence[Path | str],
+    class_images: Sequence[Path | str],
     encoder_options: dict[str, Any],
     made_from: dict[str, Any] | None = None,
+    held: Held | None = None,
     **pool: Any,
 ) -> None:
     """Encode the images that the first `num_pairs` pairs use into `folder`; return at once if all are there.
 
     The file has `mean` and `std` [N, c, h, w] float16, and `place` [num_rows]: the number of each row, -1 if it is not
     encoded. A longer run adds to the cache of a shorter one. encoder_options: of PosteriorEncoder. made_from: plain
-    values that decide the latents; a cache made from others is replaced. pool: options of map_on_actors.
+    values that decide the latents; a cache made from others is replaced. held: the lock of the work folder, for a URI.
+    pool: options of map_on_actors.
     """
-    recover(folder)
+    targets.recover(folder)
     images: list[tuple[str, int, int | None]] = []
     images += [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
     images += [(str(path), i, None) for i, path in enumerate(class_images)]
@@ -169,11 +185,12 @@ def cache_posteriors(
     from safetensors.numpy import load_file, save_file
 
     if earlier_place.max() >= 0:
-        earlier = load_file(Path(folder) / "posteriors.safetensors")
+        earlier = load_file(local_copy(folder) / "posteriors.safetensors")
         arrays = {name: np.concatenate([earlier[name], arrays[name]]) for name in arrays}
-    with staging(folder) as beside:
+    with targets.staging(folder) as beside:
         save_file({**arrays, "place": place}, beside / "posteriors.safetensors")
-        publish(beside, folder, made_from=made_from, images=[[path, variant] for path, _, variant in images])
+        read = [[path, variant] for path, _, variant in images]
+        targets.publish(beside, folder, held, made_from=made_from, images=read)
 
 
 def encode_crops(crops: list[Crop], encoder_options: dict[str, Any], **pool: Any) -> dict[str, np.ndarray]:
@@ -200,10 +217,10 @@ def read_places(folder: str, pairs: Pairs, made_from: dict[str, Any] | None) -> 
     from safetensors import safe_open
 
     nowhere = np.full(pairs.num_rows, -1)
-    manifest = read_manifest(folder, deep=True)
+    manifest = targets.read_manifest(folder, deep=True)
     if not manifest or manifest.get("made_from") != made_from:
         return nowhere
-    with safe_open(Path(folder) / "posteriors.safetensors", framework="np") as file:
+    with safe_open(local_copy(folder) / "posteriors.safetensors", framework="np") as file:
         names = file.keys()
         place = file.get_tensor("place") if "place" in names else np.empty(0)  # missing in caches of older versions
     return place if len(place) == pairs.num_rows else nowhere
@@ -218,7 +235,8 @@ def plan_cache(
     variant) of all rows. options: of PosteriorEncoder.
     """
     flags = {name: options[name] for name in ("random_crop", "random_flip")}
-    size_of = functools.cache(read_size)
+    local_file = LocalFiles()
+    size_of = functools.cache(lambda path: read_size(local_file(path)))
 
     def crop_of(row: int) -> tuple:
         path, image, variant = images[row]
@@ -275,7 +293,7 @@ class Batches:
     ) -> None:
         from safetensors.torch import load_file
 
-        self.cache = load_file(Path(cache_dir) / "posteriors.safetensors")
+        self.cache = load_file(local_copy(cache_dir) / "posteriors.safetensors")
         self.place = self.cache.pop("place")
         self.pairs, self.seed, self.num_train_timesteps = pairs, seed, num_train_timesteps
         self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 import utils
-from common import cli, folders
+from common import cli, folders, targets
 from common.cluster import start_ray
 from common.errors import BadInput
-from common.storage import absolute
+from common.storage import absolute, split
 from pipelines import loading
 from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
 from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of, digest_model
@@ -31,7 +31,8 @@ from pretraining.online import RawImages, make_load
 from pretraining.raw_data import list_sources
 from pretraining.resources import share_with_loaders
 from pretraining.streams import Order
-from training import checkpoints, driver, flags, loop, parallel, resuming
+from training import checkpoints, driver, flags, launch, loop, parallel, resuming
+from training.inputs import locate_inputs
 from training.modules import load_unet
 from training.optimizer import make_optimizer
 from training.publishing import pretraining_card, publish_pipeline
@@ -301,7 +302,7 @@ def publish(task, step, device):
         rows_per_step=config.rows_per_step,
         settings={**output.settings, "max_train_steps": step},
     )
-    folder = checkpoints.checkpoint_path(output.work_dir, step)
+    folder = checkpoints.local_checkpoint(output.work_dir, step)
     weights = folder / "ema" if config.ema_decay else folder
     publish_pipeline(output, task.images, step, device, weights, config.sample_prompts, card)
 
@@ -316,7 +317,7 @@ def open_data(args):
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
         return open_latents(args.data, args.model_dir, args.resolution, *columns)
     sources = list_sources(args.data, args.image_column, args.caption_column, flag="--data")
-    encoder = {name: getattr(args, name) for name in ("model_dir", "mixed_precision")}
+    encoder = {"model_dir": args.locations["model_dir"], "mixed_precision": args.mixed_precision}
     encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
     loader = loader_options(args, (args.resolution,))
     return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, args.max_bad_fraction)
@@ -329,9 +330,10 @@ def read_inputs(args):
     check_resolution(args.model_dir, "--resolution", args.resolution)
     for prompt in args.sample_prompts:
         cli.check_text("--sample_prompts", prompt)
-    folders.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_dir, data=args.data)
+    others = {"work_dir": args.work_dir, "model_dir": args.locations["model_dir"], "data": args.data}
+    targets.check_apart(args.output_dir, **others)
     for name in ("output_dir", "work_dir"):
-        folders.check_writable(getattr(args, name), f"--{name}")
+        targets.check_writable(getattr(args, name), f"--{name}")
     data = open_data(args)
     settings = {name: getattr(args, name) for name in SETTINGS}
     sample_size = args.resolution // pixel_factor(args.model_dir)
@@ -364,28 +366,27 @@ def train(args, settings, data, steps, num_workers, owner):
     count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
     pool = {"num_workers": 0}
     if num_workers and count:
-        nodes = start_ray(args.address, args.insecure_cluster, driver.TRAINER)
+        nodes = start_ray(args.address, args.insecure_cluster, launch.TRAINER)
         pool = share_with_loaders(nodes, num_workers, count, args.online, args.gpus_per_worker)
         pool |= {"max_failures": args.max_failures, "address": nodes.address}
     learned = {"unet": settings["unet"], "rows_per_step": settings["rows_per_step"], "data": asdict(data), "pool": pool}
     task = PretrainTask(
-        output=from_flags(Output, args, settings=settings, owner=owner),
+        output=from_flags(Output, args, model_dir=args.locations["model_dir"], settings=settings, owner=owner),
         schedule=from_flags(Schedule, args, max_train_steps=steps),
         optimization=from_flags(Optimization, args),
         compute=from_flags(Compute, args, num_workers=num_workers),
         images=from_flags(Images, args),
         pretraining=from_flags(Pretraining, args, **learned),
     )
-    return driver.run_workers(train_loop, task, has_loaders=bool(pool["num_workers"]), **cli.placement(args))
+    return launch.run_workers(train_loop, task, has_loaders=bool(pool["num_workers"]), **cli.placement(args))
 
 
 def main(args):
     """Check the inputs, train, and print the result."""
-    output_dir = Path(args.output_dir).resolve()
-    args.work_dir = Path(args.storage_path or output_dir.parent) / (args.experiment_name or f"{output_dir.name}.work")
-    args.data = absolute(args.data)
-    for name in ("model_dir", "output_dir", "work_dir"):
-        setattr(args, name, str(Path(getattr(args, name)).resolve()))
+    args.output_dir, args.data = absolute(args.output_dir), absolute(args.data)
+    parent, name = split(args.output_dir.rstrip("/"))
+    args.work_dir = targets.join_name(args.storage_path or parent, args.experiment_name or f"{name}.work")
+    locate_inputs(args, ("model_dir",))
     settings, data = read_inputs(args)
     plan, work = partial(plan_steps, args, settings, data), partial(train, args, settings, data)
     driver.run_training(args, settings, plan, work)

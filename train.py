@@ -15,18 +15,19 @@ from functools import partial
 from pathlib import Path
 
 import utils
-from common import cli, folders, messages
+from common import cli, folders, messages, targets
 from common.cluster import start_ray
 from common.errors import BadInput
 from common.images import check_images, find_images
-from dataset import Batches, Pairs, cache_posteriors, encode_prompts
+from dataset import Batches, Pairs, cache_posteriors, encode_prompts, locate
 from pipelines import loading
 from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config
 from pipelines.model_folder import check_model, check_pipeline, count_weights, digest_model
 from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
 from pipelines.upload import add_hub_flags, check_hub_flags
-from training import checkpoints, driver, flags, loop, parallel, resuming, validation
+from training import checkpoints, driver, flags, launch, loop, parallel, resuming, validation
+from training.inputs import locate_inputs
 from training.modules import join_modules, load_modules
 from training.optimizer import make_optimizer
 from training.publishing import dreambooth_card, publish_pipeline
@@ -58,8 +59,8 @@ def parse_args(argv=None):
     flags.add_checkpoint_flags(group, 200, keep=False, what="checkpoints and the latent cache")
     add_hub_flags(parser.add_argument_group("upload"))
     group = cli.add_shared_flags(parser)
-    num_workers = "number of Ray Train workers; 0 trains in this process without Ray; default: one per GPU, or 1"
-    group.add_argument("--num_workers", type=cli.non_negative_int, help=num_workers)
+    num_workers = "Ray Train workers: N, or MIN:MAX as nodes come and go; 0: this process; default: one per GPU, or 1"
+    group.add_argument("--num_workers", type=cli.pool_size, help=num_workers)
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
     flags.check_schedule(parser, args)
@@ -254,7 +255,7 @@ def publish(task, step, device):
         skipped_images=config.skipped_images,
         settings={**output.settings, "max_train_steps": step},
     )
-    weights = checkpoints.checkpoint_path(output.work_dir, step)
+    weights = checkpoints.local_checkpoint(output.work_dir, step)
     publish_pipeline(output, task.images, step, device, weights, [config.instance_prompt] * CARD_IMAGES, card)
 
 
@@ -275,9 +276,9 @@ def read_inputs(args):
     for prompt in args.validation_prompts:
         cli.check_text("--validation_prompts", prompt)
     others = ("work_dir", "model_dir", "instance_images_dir", "class_images_dir")
-    folders.check_apart(args.output_dir, **{name: getattr(args, name) for name in others})
+    targets.check_apart(args.output_dir, **{name: args.locations[name] for name in others})
     for name in ("output_dir", "work_dir"):
-        folders.check_writable(getattr(args, name), f"--{name}")
+        targets.check_writable(getattr(args, name), f"--{name}")
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings["model"] = digest_model(args.model_dir)
     for name in ("instance_images_dir", "class_images_dir"):
@@ -327,33 +328,36 @@ def train(args, settings, steps, num_workers, owner):
         holds = f"--class_images_dir holds {len(images[1])} images, a step takes {settings['pairs_per_step']} pairs"
         messages.say(f"warning: {holds}: some images are used several times in a step")
     if num_workers:
-        start_ray(args.address, args.insecure_cluster, driver.TRAINER)
-    posteriors_dir = str(Path(args.work_dir) / "posteriors")
-    names = ("model_dir", "resolution", "random_crop", "random_flip", "seed", "mixed_precision")
-    encoder_options = {name: getattr(args, name) for name in names}
+        start_ray(args.address, args.insecure_cluster, launch.TRAINER)
+    posteriors_dir = targets.join_name(args.work_dir, "posteriors")
+    names = ("resolution", "random_crop", "random_flip", "seed", "mixed_precision")
+    encoder_options = {name: getattr(args, name) for name in names} | {"model_dir": args.locations["model_dir"]}
     pool = {"num_workers": num_workers, **cli.placement(args)}
     made_from = {name: settings[name] for name in CACHE_SETTINGS}
-    cache_posteriors(posteriors_dir, pairs, num_pairs, images[0], images[1], encoder_options, made_from, **pool)
+    held = targets.Held(args.work_dir, owner)
+    photos = locate(images[0], args.locations["instance_images_dir"])
+    others = locate(images[1], args.locations["class_images_dir"])
+    cache_posteriors(posteriors_dir, pairs, num_pairs, photos, others, encoder_options, made_from, held, **pool)
     validation_steps = args.validation_steps or -(-steps // 4)  # a quarter of the run
+    smallest, largest = num_workers if isinstance(num_workers, tuple) else (None, num_workers)
     learned = {"pairs_per_step": settings["pairs_per_step"], "pairs": pairs, "posteriors_dir": posteriors_dir}
     task = TrainTask(
-        output=from_flags(Output, args, settings=settings, owner=owner),
+        output=from_flags(Output, args, model_dir=args.locations["model_dir"], settings=settings, owner=owner),
         schedule=from_flags(Schedule, args, max_train_steps=steps, validation_steps=validation_steps),
         optimization=from_flags(Optimization, args),
-        compute=from_flags(Compute, args, num_workers=num_workers),
+        compute=from_flags(Compute, args, num_workers=largest, min_workers=smallest),
         images=from_flags(Images, args),
         dreambooth=from_flags(DreamBooth, args, **learned, skipped_images=skipped),
     )
-    return driver.run_workers(train_loop, task, **cli.placement(args))
+    return launch.run_workers(train_loop, task, **cli.placement(args))
 
 
 def main(args):
     """Check the inputs, fill the latent cache, train, and print the result."""
     if not args.prior_loss_weight:
         args.class_images_dir = args.class_prompt = None
-    args.work_dir = args.work_dir or f"{args.output_dir.rstrip('/')}.work"
-    for name in ("model_dir", "output_dir", "work_dir", "instance_images_dir", "class_images_dir"):
-        setattr(args, name, getattr(args, name) and str(Path(getattr(args, name)).resolve()))
+    args.work_dir = args.work_dir or targets.beside(args.output_dir, ".work")
+    locate_inputs(args, ("model_dir", "instance_images_dir", "class_images_dir"))
     settings = read_inputs(args)
     plan, work = partial(plan_steps, args, settings), partial(train, args, settings)
     driver.run_training(args, settings, plan, work)

@@ -76,8 +76,9 @@ def _set_ray_variables(local: bool) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-        # Drop Ray's paragraphs on each dead worker: actors report their restarts, as_tool_error the final death.
-        "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Task .* retries remaining",
+        # Drop Ray's paragraphs on dead workers and nodes: actors tell their restarts, as_tool_error the final death.
+        "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed|Task .* retries remaining|Raylet is terminated|"
+        "has been marked dead",
         "RAY_BACKEND_LOG_LEVEL": "fatal",  # every actor pool logs a harmless error when it ends
         # Below this number Ray warns about many worker processes on a small machine.
         "RAY_worker_maximum_startup_concurrency": str(max(8, os.cpu_count() or 1)),

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+NODE_DIED = re.compile(r"node.{0,80} (has )?died|node (was|has been) (terminated|preempted|marked dead)", re.DOTALL)
 WORKER_DIED = ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError")  # Ray's exceptions
 
 
@@ -46,6 +47,10 @@ class TryAgain(ToolError):
     """Another run holds the output folder's lock, or the network is unreachable."""
 
     exit_code = 75
+
+
+class NodeLost(TryAgain):
+    """A node of the cluster was lost with a worker on it."""
 
 
 class Fault(ToolError):
@@ -95,6 +100,8 @@ def as_tool_error(error: BaseException) -> ToolError | None:
         return OutOfResource(f"disk full while writing {where}: free some space, then run again")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return OutOfMemory("out of memory")
+    if type(error).__name__ in WORKER_DIED and NODE_DIED.search(str(error)):
+        return NodeLost("a node of the cluster was lost: run the same command again to continue")
     if type(error).__name__ in WORKER_DIED and not getattr(error, "actor_init_failed", False):
         return WorkerDied("a worker process died; usually the system killed it because memory ran out")
     return None

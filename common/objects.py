@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common import cache, folders
 from common.errors import BadInput, CheckFailed, TryAgain
 from common.folders import MANIFEST
-from common.storage import is_remote, join
+from common.storage import is_remote, join, split
 from common.stores import PARALLEL, PART, Object, Store, Writer
 from common.uris import Conflict
 
@@ -62,12 +62,18 @@ def upload_folder(folder: str | Path, uri: str, lease: "Lease | Borrowed | None"
     _in_parallel(write, [path for path, size in sizes.items() if size <= PART])
 
 
-def publish(folder: str | Path, uri: str, lease: "Lease | Borrowed | None" = None, **facts: Any) -> None:
+def publish(
+    folder: str | Path,
+    uri: str,
+    lease: "Lease | Borrowed | None" = None,
+    others: Facts | None = None,
+    **facts: Any,
+) -> None:
     """Upload a folder and seal it with a manifest of its files and additional `facts`; replace what is at the URI.
 
     An older manifest is deleted first and the older objects that the folder lacks are deleted last, so that readers
     see the older folder, none, or the new one. The folder on the disk stays as it is. lease: the one under which the
-    objects are written; raises TryAgain if it is lost.
+    objects are written; raises TryAgain if it is lost. others: objects that are there already and belong to the folder.
     """
     folder, writer = Path(folder), _writer(uri, lease)
     files = folders.describe_files(folder)
@@ -75,6 +81,7 @@ def publish(folder: str | Path, uri: str, lease: "Lease | Borrowed | None" = Non
     writer.write(MARKER, b"")
     writer.delete(MANIFEST)
     upload_folder(folder, uri, lease)
+    files |= others or {}
     writer.write(MANIFEST, (json.dumps({**facts, "files": files}, indent=2, sort_keys=True) + "\n").encode())
     older = [name for name in writer.store.list() if name not in files and name not in (MANIFEST, MARKER)]
     _in_parallel(writer.delete, filter(_is_content, older))
@@ -182,6 +189,22 @@ def local_copy(location: str | Path) -> Path:
     key = folders.digest_named((name, f"{each.size} {each.tag['e_tag']}") for name, each in objects.items())
     size = sum(each.size for each in objects.values())
     return cache.get(key, size, functools.partial(_fill_plain, store, objects), store.uri)
+
+
+class LocalFiles:
+    """Finds files by path or URI on this node: those of a URI's folder are downloaded once, together."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, Path] = {}
+
+    def __call__(self, location: str | Path) -> Path:
+        """Return the path of a file on this node."""
+        if not is_remote(location):
+            return Path(location)
+        folder, name = split(location)
+        if folder not in self.folders:
+            self.folders[folder] = local_copy(folder)
+        return self.folders[folder] / name
 
 
 def _fill_published(store: Store, files: Facts, data: bytes, folder: Path) -> None:

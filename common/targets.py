@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common import folders
+from common.errors import BadInput
 from common.storage import is_remote, join
 
 
@@ -65,15 +66,22 @@ def _lease(held: Held | None) -> Any:
     return held.lease() if held else None
 
 
-def publish(folder: Path, location: str | Path, held: Held | None = None, **facts: Any) -> None:
+def publish(
+    folder: Path,
+    location: str | Path,
+    held: Held | None = None,
+    others: dict[str, dict[str, Any]] | None = None,
+    **facts: Any,
+) -> None:
     """Publish a folder of `staging` with a manifest of its files and additional `facts`; it replaces what is there.
 
-    held: the lock under which objects are written; a folder on a disk needs none.
+    held: the lock under which objects are written; a folder on a disk needs none. others: facts of objects that other
+    workers have uploaded to the same location.
     """
     if is_remote(location):
         from common import objects
 
-        objects.publish(folder, str(location), _lease(held), **facts)
+        objects.publish(folder, str(location), _lease(held), others, **facts)
     else:
         folders.publish(folder, location, **facts)
 
@@ -104,16 +112,28 @@ def read_json(location: str | Path, name: str) -> dict[str, Any]:
     return {}
 
 
-def write_json(location: str | Path, name: str, value: Any, held: Held | None = None) -> None:
-    """Write `value` as indented JSON with sorted keys to a file of a folder, atomically."""
+def folder_names(location: str | Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted."""
+    if not is_remote(location):
+        return sorted(path.name for path in Path(location).glob("*") if path.is_dir())
+    return sorted({name.split("/")[0] for name in names(location) if "/" in name})
+
+
+def write_text(location: str | Path, name: str, text: str, held: Held | None = None) -> None:
+    """Write a file of a folder, atomically."""
     if not is_remote(location):
         Path(location).mkdir(parents=True, exist_ok=True)
-        folders.write_json(Path(location) / name, value)
+        folders.write_bytes(Path(location) / name, text.encode())
         return
     from common.stores import Writer
 
-    writer = held.lease().writer(str(location)) if held else Writer(str(location))
-    writer.write(name, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+    writer = _lease(held).writer(str(location)) if held else Writer(str(location))
+    writer.write(name, text.encode())
+
+
+def write_json(location: str | Path, name: str, value: Any, held: Held | None = None) -> None:
+    """Write `value` as indented JSON with sorted keys to a file of a folder, atomically."""
+    write_text(location, name, json.dumps(value, indent=2, sort_keys=True) + "\n", held)
 
 
 def delete(location: str | Path, held: Held | None = None) -> None:
@@ -124,6 +144,31 @@ def delete(location: str | Path, held: Held | None = None) -> None:
     from common import objects
 
     objects.delete_folder(str(location), _lease(held))
+
+
+def remove(location: str | Path, name: str, held: Held | None = None) -> None:
+    """Delete a file, a link or a folder in a folder."""
+    if not is_remote(location):
+        path = Path(location, name)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        return
+    from common.stores import Writer
+
+    writer = _lease(held).writer(str(location)) if held else Writer(str(location))
+    writer.delete(name)
+    delete(join_name(location, name), held)
+
+
+def top_names(location: str | Path) -> set[str]:
+    """Return the names of the files, links and folders in a folder."""
+    if not is_remote(location):
+        return {path.name for path in Path(location).glob("*")}
+    return {name.split("/")[0] for name in names(location)}
+
+
+def is_empty(location: str | Path) -> bool:
+    """Return whether a folder is missing or holds nothing but a lock."""
+    return not {name for name in top_names(location) if not (is_remote(location) and name.startswith(folders.LOCK))}
 
 
 def names(location: str | Path) -> list[str]:
@@ -142,6 +187,17 @@ def check_writable(location: str | Path, flag: str) -> None:
         folders.check_writable(location, flag)
 
 
+def check_apart(output_dir: str, **others: str | None) -> None:
+    """Raise BadInput if replacing `output_dir` would remove another folder; others: locations by flag name."""
+    if not is_remote(output_dir):
+        folders.check_apart(output_dir, **{name: path for name, path in others.items() if path and not is_remote(path)})
+        return
+    output = output_dir.split("?")[0].rstrip("/")
+    for name, location in others.items():
+        if location and f"{location.split('?')[0].rstrip('/')}/".startswith(f"{output}/"):
+            raise BadInput(f"--output_dir {output_dir} would replace --{name} {location}: choose separate folders")
+
+
 def check_ours(location: str | Path, flag: str) -> None:
     """Raise BadInput if there is a file, or a folder with files and without a manifest; nothing replaces these."""
     if not is_remote(location):
@@ -149,12 +205,19 @@ def check_ours(location: str | Path, flag: str) -> None:
         return
     found = [name for name in names(location) if not name.startswith((folders.LOCK, "."))]
     if found and folders.MANIFEST not in found and not read_json(location, folders.MANIFEST):
-        from common.errors import BadInput
         from common.objects import MARKER
         from common.stores import Store
 
         if Store(str(location)).head(MARKER) is None:  # else a publishing of ours was stopped there
             raise BadInput(f"{flag} {location} exists and is not an output of this toolkit: choose another folder")
+
+
+def beside(location: str | Path, ending: str) -> str:
+    """Return the location of a folder next to another one, with an ending added to its name."""
+    if not is_remote(location):
+        return f"{str(location).rstrip('/')}{ending}"
+    path, *options = str(location).split("?", 1)
+    return "?".join([f"{path.rstrip('/')}{ending}", *options])
 
 
 def join_name(location: str | Path, name: str) -> str:

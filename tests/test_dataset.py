@@ -11,7 +11,7 @@ from conftest import make_photos, tree
 from tiny_models import RESOLUTION
 
 import dataset
-from common import errors
+from common import errors, targets
 from common.images import read_image, to_pixel_values
 from dataset import Batches, Pairs, cache_posteriors
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, draw_noise, row_rng
@@ -168,7 +168,7 @@ def test_each_row_is_the_posterior_of_its_own_crop(cached, tiny_model):
 
 def test_the_manifest_says_which_row_is_which(cached):
     folder, pairs, instance, others = cached
-    images = dataset.read_manifest(folder, deep=True)["images"]
+    images = targets.read_manifest(folder, deep=True)["images"]
     expected = [[str(path), v] for path in instance for v in range(pairs.num_variants)]
     assert images == expected + [[str(path), None] for path in others]
 
@@ -285,7 +285,7 @@ def test_the_cache_of_an_older_version_is_filled_anew(cached, tiny_model, tmp_pa
     del arrays["place"]
     (tmp_path / "beside").mkdir()
     save_file(arrays, tmp_path / "beside" / "posteriors.safetensors")
-    dataset.publish(tmp_path / "beside", tmp_path / "old", images=[])
+    targets.publish(tmp_path / "beside", tmp_path / "old", images=[])
     encoded(monkeypatch, tmp_path / "old", pairs, 10**6, instance, others, tiny_model)
     assert np.array_equal(load_cache(tmp_path / "old")["mean"], load_cache(folder)["mean"])
 

@@ -49,7 +49,7 @@ def assert_equal(one, other):
 
 def assert_same_state(one, other, step):
     """Weights, averages and optimizer in the checkpoints of two work folders."""
-    files = [sorted(checkpoints.checkpoint_path(folder, step).rglob("*.safetensors")) for folder in (one, other)]
+    files = [sorted(checkpoints.local_checkpoint(folder, step).rglob("*.safetensors")) for folder in (one, other)]
     assert [path.name for path in files[0]] == [path.name for path in files[1]] and files[0]
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
 
@@ -257,12 +257,12 @@ def test_validation_changes_nothing(command, tmp_path):
 
 def test_the_averages_are_published(command, tmp_path):
     command(max_steps=3)
-    folder = checkpoints.checkpoint_path(command.work_dir, 3)
+    folder = checkpoints.local_checkpoint(command.work_dir, 3)
     raw, averages = weights(folder), weights(folder / "ema")
     assert_equal(averages, weights(command.output_dir))
     assert any(not torch.equal(raw[name], averages[name]) for name in raw)
     command(output_dir=tmp_path / "raw", ema_decay=0, max_steps=3)
-    folder = checkpoints.checkpoint_path(tmp_path / "raw.work", 3)
+    folder = checkpoints.local_checkpoint(tmp_path / "raw.work", 3)
     assert not (folder / "ema").exists()
     assert_equal(weights(folder), weights(tmp_path / "raw"))
     assert_equal(raw, weights(folder))
@@ -294,7 +294,7 @@ def test_every_weight_moves_and_the_gradient_is_clipped(command, monkeypatch):
     command(max_steps=10, max_grad_norm=0.01)
     assert seen == pytest.approx([0.01] * 10, rel=1e-3)
     assert min(line["grad_norm"] for line in log_of(command.work_dir)) > 0.1
-    unet = weights(checkpoints.checkpoint_path(command.work_dir, 10)).values()
+    unet = weights(checkpoints.local_checkpoint(command.work_dir, 10)).values()
     before, after = (torch.cat(sorted_flat(tensors)) for tensors in (started[0], unet))
     assert (before != after).float().mean() > 0.99
 
@@ -375,7 +375,7 @@ def test_two_workers_with_fsdp_publish_a_pipeline(command, capsys, ray_session):
 
     command(num_workers=2, strategy="fsdp", fsdp_sharding="SHARD_GRAD_OP", max_steps=3, num_validation_rows=5)
     unet = DiffusionPipeline.from_pretrained(command.output_dir).unet
-    folder = checkpoints.checkpoint_path(command.work_dir, 3)
+    folder = checkpoints.local_checkpoint(command.work_dir, 3)
     assert len(list((folder / "unet").glob("*.safetensors"))) == 2
     assert_equal(dict(unet.state_dict()), weights(folder / "ema"))
     assert log_of(command.work_dir)[-1]["validation_loss"] > 0

@@ -1,6 +1,7 @@
 """The training machinery that train.py and pretrain.py share. Nothing here knows rows or columns of data.
 
-driver       starts the workers, shows their log      optimizer    AdamW, learning-rate schedule, clipping, loss scale
+driver       a run from its flags to its result       optimizer    AdamW, learning-rate schedule, clipping, loss scale
+launch       workers on Ray, again after a loss       following    shows what the workers tell
 resuming     is a run done, can it continue           parallel     DDP, FSDP, exponential moving average
 task         what a worker has to know, by topic      checkpoints  saved, sealed, restored
 flags        command-line flags of both scripts       logs         log.jsonl and TensorBoard

@@ -10,16 +10,18 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import folders
+from common import folders, targets
 from common.errors import CheckFailed
 from common.messages import say
+from common.objects import local_copy
+from common.storage import is_remote, split
+from common.targets import Held
 from training.parallel import Ema, is_sharded, place_like
 from training.workers import Place
 
@@ -36,27 +38,34 @@ CLIP_TEXT_MODELS = ("CLIPTextModel", "CLIPTextModelWithProjection")  # in transf
 # Saved and found
 
 
-def checkpoint_path(work_dir: str | Path, step: int) -> Path:
-    """Return the folder of the checkpoint of `step`."""
-    return Path(work_dir) / f"checkpoint-{step:06d}"
+def checkpoint_path(work_dir: str | Path, step: int) -> str:
+    """Return the location of the checkpoint of `step`."""
+    return targets.join_name(work_dir, f"checkpoint-{step:06d}")
 
 
-def list_checkpoints(work_dir: str | Path) -> list[tuple[int, Path]]:
-    """Return [(step, folder)] of the whole checkpoints in `work_dir`, oldest first; other files are ignored."""
-    found = []
-    for path in Path(work_dir).glob("checkpoint-*"):
-        match = CHECKPOINT_NAME.fullmatch(path.name)
-        if match and folders.read_manifest(path) is not None:
-            found.append((int(match[1]), path))
-    return sorted(found)
+def local_checkpoint(work_dir: str | Path, step: int) -> Path:
+    """Return the folder of the checkpoint of `step` on this node."""
+    return local_copy(checkpoint_path(work_dir, step))
+
+
+def list_checkpoints(work_dir: str | Path) -> list[tuple[int, str]]:
+    """Return [(step, location)] of the whole checkpoints in `work_dir`, oldest first; other files are ignored."""
+    steps = sorted(
+        int(match[1]) for name in targets.folder_names(work_dir) if (match := CHECKPOINT_NAME.fullmatch(name))
+    )
+    found = [(step, checkpoint_path(work_dir, step)) for step in steps]
+    return [(step, location) for step, location in found if targets.read_manifest(location) is not None]
 
 
 def newest_checkpoint(work_dir: str | Path) -> tuple[int, Path | None]:
-    """Return (step, folder) of the newest checkpoint whose files all match their sha256, or (0, None)."""
-    for step, path in reversed(list_checkpoints(work_dir)):
-        if folders.read_manifest(path, deep=True) is not None:
-            return step, path
-        say(f"warning: {path} is damaged: using the checkpoint before it")
+    """Return (step, folder on this node) of the newest checkpoint whose files all match their sha256, or (0, None)."""
+    for step, location in reversed(list_checkpoints(work_dir)):
+        if is_remote(location):
+            with contextlib.suppress(CheckFailed):  # a download is verified
+                return step, local_copy(location)
+        elif targets.read_manifest(location, deep=True) is not None:
+            return step, Path(location)
+        say(f"warning: {location} is damaged: using the checkpoint before it")
     return 0, None
 
 
@@ -92,43 +101,82 @@ def save_checkpoint(
     rank: int = 0,
     barrier: Callable[[], Any] | None = None,
     executor: Executor | None = None,
+    held: Held | None = None,
+    gather: Callable[[Any], list] | None = None,
 ) -> Future | None:
     """Publish checkpoint `step`, point `latest` at it, then delete all but the newest `keep`.
 
     write(folder): writes the files of the checkpoint. facts: recorded in the manifest, such as the settings.
-    rank, barrier: of the workers, if each of them writes a share; then all of them call this.
+    rank, barrier, gather: of the workers, if each of them writes a share; then all of them call this. gather(value):
+    returns the values of all workers. held: the lock of the work folder, for a URI.
     executor: runs all that follows `write` (sha256, sync, rename); its future is returned. Without an executor this
     happens before the call returns.
     """
     target = checkpoint_path(work_dir, step)
     barrier = barrier or (lambda: None)
-    if rank:
-        barrier()
-        write(folders.staging_path(target))
-        barrier()
-        return None
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(folders.staging(target))
-        barrier()
-        write(folder)
-        barrier()
+        if is_remote(work_dir):
+            folder = stack.enter_context(targets.staging(target))
+            write(folder)
+            others = _upload_shares(folder, target, rank, gather, held) if gather else {}
+            if rank:
+                return None
+        else:
+            folder, others = _write_together(target, write, rank, barrier, stack), {}
+            if folder is None:
+                return None
         staged = stack.pop_all()
 
     def seal() -> None:
         with staged:
-            folders.publish(folder, target, step=step, **facts)
-        pointer = Path(work_dir) / LATEST
-        beside = pointer.with_name(f".{LATEST}.tmp")
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(target.name)
-        os.replace(beside, pointer)
+            targets.publish(folder, target, held, others, step=step, **facts)
+        _point_to(target, work_dir, held)
         for _, old in list_checkpoints(work_dir)[:-keep]:
-            shutil.rmtree(old)
+            targets.delete(old, held)
 
     if executor:
         return executor.submit(seal)
     seal()
     return None
+
+
+def _write_together(
+    target: str, write: Callable[[Path], None], rank: int, barrier: Callable[[], Any], stack: contextlib.ExitStack
+) -> Path | None:
+    """Let each worker write its share to one folder on a disk that all share; return it on rank 0, which seals it."""
+    folder = folders.staging_path(target) if rank else None
+    if folder:
+        barrier()
+    else:
+        folder = stack.enter_context(folders.staging(target))
+        barrier()
+    write(folder)
+    barrier()
+    return None if rank else folder
+
+
+def _upload_shares(
+    folder: Path, target: str, rank: int, gather: Callable[[Any], list], held: Held | None
+) -> dict[str, dict[str, Any]]:
+    """Upload the share of each worker but rank 0's, which `publish` uploads; return the facts of the others' files."""
+    from common.objects import upload_folder
+
+    if rank:
+        upload_folder(folder, target, held.lease() if held else None)
+    shares = gather(folders.describe_files(folder) if rank else {})
+    return {name: fact for share in shares for name, fact in share.items()}
+
+
+def _point_to(target: str, work_dir: str | Path, held: Held | None) -> None:
+    """Make `latest` name a checkpoint: a link on a disk, an object with the name in a store."""
+    if is_remote(work_dir):
+        targets.write_text(work_dir, LATEST, split(target)[1] + "\n", held)
+        return
+    pointer = Path(work_dir) / LATEST
+    beside = pointer.with_name(f".{LATEST}.tmp")
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(Path(target).name)
+    os.replace(beside, pointer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

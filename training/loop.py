@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common import board, folders
+from common import board
 from common.errors import CheckFailed
 from common.no_gc import no_gc
-from training import checkpoints, parallel
+from common.objects import local_copy
+from common.targets import Held
+from training import checkpoints, parallel, work_folder
 from training.checkpoints import Start
 from training.logs import StepLog
 from training.optimizer import DIVERGED, REMEDY, Optimizer
 from training.task import Schedule, Task
-from training.workers import Place, find_place
+from training.workers import Place, Reports, find_place
 from utils import step_seed
 
 if TYPE_CHECKING:
@@ -108,8 +110,12 @@ class Saver:
     Checkpoints are sealed (read for their sha256, synced, renamed) in a thread beside the next steps.
     """
 
-    def __init__(self, run: Run, task: Task, place: Place, executor: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, run: Run, task: Task, place: Place, executor: ThreadPoolExecutor, reports: Reports | None = None
+    ) -> None:
         self.run, self.task, self.place, self.executor = run, task, place, executor
+        self.reports = reports or Reports(place)
+        self.copier = work_folder.Copier(held_by(task))
         self.stopping = False
         self.sealing: Future | None = None
 
@@ -118,7 +124,10 @@ class Saver:
         schedule, on_cpu = self.task.schedule, self.place.device.type == "cpu"
         # All workers must agree to stop. On GPUs they wait for each other to do so, therefore only at logged steps.
         asks = is_logged or self.place.world_size == 1 or on_cpu
-        self.stopping = self.stopping or (asks and self.place.any(board.current().stop_asked()))
+        if is_logged:
+            self.reports.ask()
+        is_asked = board.current().stop_asked() or self.reports.is_preempted
+        self.stopping = self.stopping or (asks and self.place.any(is_asked))
         is_to_save = self.stopping or is_due(step, schedule.checkpointing_steps, schedule.max_train_steps)
         # A skipped step is not saved: each run of the command would get only a few steps further. A run that is asked
         # to stop continues to the next good step; is_good ends a run that has none.
@@ -126,18 +135,24 @@ class Saver:
         is_saved = bool(is_to_save and (is_good or step == schedule.max_train_steps))
         return is_saved, self.stopping and is_saved
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint and start to seal it; all workers that take part in saving call this."""
+    def save(self, step: int, values: dict[str, float]) -> None:
+        """Write a checkpoint and start to seal it, and report the values of its step to Ray; all workers call this."""
         import torch.distributed as dist
 
         run, task = self.run, self.task
+        self.reports.metrics |= values
+        self.reports.report(step, str(checkpoints.checkpoint_path(task.output.work_dir, step)))
+        if not run.saves:
+            return
         if not all(bool(parameter.isfinite().all()) for parameter in parallel.local(run.optimizer.parameters)):
             raise CheckFailed(f"{DIVERGED}: weights that are not finite at step {step}; {REMEDY}")
         facts = {"settings": task.output.settings, "scaler": run.optimizer.scaler.state_dict()}
         keep = task.schedule.checkpoints_total_limit
-        options: dict[str, Any] = {"executor": self.executor}
+        options: dict[str, Any] = {"executor": self.executor, "held": held_by(task)}
         if parallel.is_sharded(run.model):
-            options |= {"rank": self.place.rank, "barrier": dist.barrier}
+            options |= {"rank": self.place.rank, "barrier": dist.barrier, "gather": self.place.gather}
+        if self.place.rank == 0:
+            self.executor.submit(self.copier.copy)
         self.sealing = checkpoints.save_checkpoint(task.output.work_dir, step, run.write, facts, keep, **options)
 
     def check(self, wait: bool) -> None:
@@ -155,7 +170,12 @@ def check_same_step(step: int, place: Place) -> None:
 
 def check_owner(task: Task) -> None:
     """Raise TryAgain if another run holds the work folder by now: workers may outlive their driver by seconds."""
-    folders.check_owner(Path(task.output.work_dir) / folders.LOCK, task.output.owner)
+    held_by(task).check()
+
+
+def held_by(task: Task) -> Held:
+    """Return the lock of the work folder that the driver holds."""
+    return Held(task.output.work_dir, task.output.owner)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,17 +193,17 @@ def take_step(run: Run, step: int, schedule: Schedule, place: Place) -> tuple[to
     return losses, grad_norm
 
 
-def train_steps(run: Run, task: Task, place: Place) -> int:
+def train_steps(run: Run, task: Task, place: Place, reports: Reports | None = None) -> int:
     """Train from step `run.step` to the last, or until asked to stop; return the step reached."""
     step, schedule, is_stopped = run.step, task.schedule, False
     last = schedule.max_train_steps
-    log = StepLog(task.output.work_dir, step) if place.rank == 0 else None
+    log = StepLog(work_folder.scratch(task.output.work_dir), step) if place.rank == 0 else None
     if log:
         log.show(step, run.draw(step))
     if step < last:
         settle_buckets(run, place)
     with ThreadPoolExecutor(1) as executor:
-        saver = Saver(run, task, place, executor)
+        saver = Saver(run, task, place, executor, reports)
         while step < last and not is_stopped:
             losses, grad_norm = take_step(run, step, schedule, place)
             step += 1
@@ -198,8 +218,8 @@ def train_steps(run: Run, task: Task, place: Place) -> int:
             if log and values:
                 log.write(step, **values)
             saver.check(wait=is_saved)
-            if run.saves and is_saved:
-                saver.save(step)
+            if is_saved:
+                saver.save(step, values)
             if log:
                 log.show(step, run.draw(step))
     saver.check(wait=True)
@@ -217,11 +237,18 @@ def work(
     """
     with no_gc():
         place = find_place(task.compute.num_workers)
+        task = replace(task, output=replace(task.output, model_dir=str(local_copy(task.output.model_dir))))
+        if place.rank == 0:
+            work_folder.fetch(task.output.work_dir)
         run = prepare(task, place, checkpoints.find_start(task.output.work_dir, place))
         check_same_step(run.step, place)
     first, last = run.step, task.schedule.max_train_steps
-    step = train_steps(run, task, place)
+    reports = Reports(place)
+    step = train_steps(run, task, place, reports)
     del run  # frees the optimizer's memory for the pipeline
     if place.rank == 0 and step >= last:
         publish(task, step, place.device)
+    if place.rank == 0:
+        work_folder.Copier(held_by(task)).copy()
+    reports.close()
     return {"step": step, "trained": step - first, "stopped": step < last}

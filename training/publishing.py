@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import folders
+from common import targets
 from common.errors import one_line
+from common.targets import Held
 from pipelines import loading
 from pipelines.configs import base_license, base_name, base_revision, components, read_index
 from pipelines.model_folder import TRAINING_LOG, copy_component
@@ -17,6 +18,7 @@ from training import validation
 from training.checkpoints import write_module
 from training.logs import LOG
 from training.task import Images, Output
+from training.work_folder import scratch
 from utils import image_seed
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def publish_pipeline(
 
     base = Path(output.model_dir)
     pipeline = loading.load_pipeline(output.model_dir, torch.float32, weights)
-    with folders.staging(output.output_dir) as beside:
+    with targets.staging(output.output_dir) as beside:
         shutil.copyfile(base / "model_index.json", beside / "model_index.json")
         for name in components(read_index(base)):
             if Path(weights, name).is_dir():
@@ -50,11 +52,12 @@ def publish_pipeline(
                 copy_component(base / name, beside / name)
         pipeline.to(device)
         draw_samples(pipeline, beside / "samples", prompts, images)
-        shutil.copy(Path(output.work_dir) / LOG, beside / TRAINING_LOG)
+        shutil.copy(scratch(output.work_dir) / LOG, beside / TRAINING_LOG)
         text = card(sorted((beside / "samples").iterdir()))
         text += validation.copy_to_card(images.validation_prompts, output.work_dir, beside)
         (beside / "README.md").write_text(text, encoding="utf-8")
-        folders.publish(beside, output.output_dir, step=step, settings=output.settings)
+        held = Held(output.work_dir, output.owner)
+        targets.publish(beside, output.output_dir, held, step=step, settings=output.settings)
 
 
 def draw_samples(pipeline: Any, folder: Path, prompts: list[str], images: Images) -> None:

@@ -1,13 +1,15 @@
 """The work folder of a training: is its run done, can it continue, which of its files may be deleted."""
 
 import argparse
-import shutil
+import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import folders
+from common import folders, targets
 from common.errors import BadInput
+from common.storage import is_remote
+from common.targets import Held
 from pipelines.model_folder import count_weights
 from training.checkpoints import LATEST, list_checkpoints
 from training.logs import LOG
@@ -23,12 +25,11 @@ RECORD = "run.json"  # of the run in a work folder: settings, steps, num_workers
 
 def is_finished(output_dir: str | Path, settings: dict, steps: int, overwrite: bool) -> bool:
     """Return whether `output_dir` holds the result of these settings; raise BadInput if it holds something else."""
-    output_dir = Path(output_dir)
-    manifest = folders.read_manifest(output_dir) or {}
+    manifest = targets.read_manifest(output_dir) or {}
     if manifest.get("settings") == settings and manifest.get("step") == steps:
         return True
-    folders.check_ours(output_dir, "--output_dir")
-    if overwrite or not output_dir.exists() or not any(output_dir.iterdir()):
+    targets.check_ours(output_dir, "--output_dir")
+    if overwrite or targets.is_empty(output_dir):
         return False
     if not manifest:
         raise BadInput(f"--output_dir {output_dir} is a damaged output of this toolkit: pass --overwrite to replace it")
@@ -40,7 +41,7 @@ def is_finished(output_dir: str | Path, settings: dict, steps: int, overwrite: b
 
 def check_can_continue(output_dir: str, work_dir: str, steps: int, overwrite: bool) -> None:
     """Raise BadInput if a published result is to be trained further and its checkpoints are deleted."""
-    manifest = folders.read_manifest(output_dir)
+    manifest = targets.read_manifest(output_dir)
     if manifest and not overwrite and not list_checkpoints(work_dir):
         raise BadInput(
             f"--output_dir {output_dir} is trained for {manifest['step']} steps and --work_dir {work_dir} has no "
@@ -48,17 +49,17 @@ def check_can_continue(output_dir: str, work_dir: str, steps: int, overwrite: bo
         )
 
 
-def open_work_dir(work_dir: str | Path, record: dict[str, Any], overwrite: bool) -> None:
-    """Make `work_dir` the folder of this run: kept if the run can continue from it, emptied if nothing is lost.
+def open_work_dir(held: Held, record: dict[str, Any], overwrite: bool) -> None:
+    """Make the work folder that is locked the one of this run: kept if the run can continue from it, else emptied.
 
     record: the content of RECORD. Raises BadInput, unless `overwrite`, if there are checkpoints of other settings, or
     one after the last step of this run.
     """
-    work_dir, settings, steps = Path(work_dir), record["settings"], record["steps"]
+    work_dir, settings, steps = held.location, record["settings"], record["steps"]
     checkpoints = list_checkpoints(work_dir)
-    earlier = folders.read_json(work_dir / RECORD).get("settings")
+    earlier = targets.read_json(work_dir, RECORD).get("settings")
     if earlier is None and checkpoints:
-        earlier = (folders.read_manifest(checkpoints[-1][1]) or {}).get("settings")
+        earlier = (targets.read_manifest(checkpoints[-1][1]) or {}).get("settings")
     reached = max((step for step, _ in checkpoints), default=0)
     if earlier not in (None, settings) or reached > steps:
         if checkpoints and not overwrite:
@@ -67,13 +68,14 @@ def open_work_dir(work_dir: str | Path, record: dict[str, Any], overwrite: bool)
                 f"--work_dir {work_dir} has a checkpoint of step {reached}, more than {steps}: train for {reached} or "
                 "more steps, or delete it with --overwrite"
             )
-        _remove([*_files_to_continue(work_dir), *(path for name in WORK_FILES for path in work_dir.glob(name))])
-    folders.write_json(work_dir / RECORD, record)
+        _remove(held, [*_names_to_continue(work_dir), *(set(WORK_FILES) & targets.top_names(work_dir))])
+    targets.write_json(work_dir, RECORD, record, held)
 
 
-def recorded_workers(work_dir: str | Path) -> int | None:
+def recorded_workers(work_dir: str | Path) -> int | tuple[int, int] | None:
     """Return the number of workers of the run in `work_dir`, None if there is none; it continues with as many."""
-    return folders.read_json(Path(work_dir) / RECORD).get("num_workers")
+    recorded = targets.read_json(work_dir, RECORD).get("num_workers")
+    return tuple(recorded) if isinstance(recorded, list) else recorded
 
 
 def check_disk(args: argparse.Namespace, trained_weights: int, copies: int, cache: int = 0) -> None:
@@ -88,7 +90,7 @@ def check_disk(args: argparse.Namespace, trained_weights: int, copies: int, cach
         ("--work_dir", args.work_dir, checkpoints + cache),
         ("--output_dir", args.output_dir, result),
     ]
-    folders.check_space(needs)
+    folders.check_space([need for need in needs if not is_remote(need[1])])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -101,28 +103,31 @@ def is_to_drop(output_dir: str, work_dir: str) -> bool:
     The answer is no for a run of other settings or another length, and for one that was started with
     --keep_checkpoints.
     """
-    record = folders.read_json(Path(work_dir) / RECORD)
+    record = targets.read_json(work_dir, RECORD)
     if record.get("keep_checkpoints", True):  # the record of an older version does not say
         return False
-    manifest = folders.read_manifest(output_dir) or {}
+    manifest = targets.read_manifest(output_dir) or {}
     is_its = (manifest.get("settings"), manifest.get("step")) == (record["settings"], record["steps"])
-    return is_its and bool(_files_to_continue(work_dir))
+    return is_its and bool(_names_to_continue(work_dir))
 
 
-def drop_checkpoints(work_dir: str | Path) -> None:
+def drop_checkpoints(held: Held) -> None:
     """Delete the files that only a longer run needs: checkpoints and the latent cache."""
-    _remove(_files_to_continue(work_dir))
+    _remove(held, _names_to_continue(held.location))
 
 
-def _files_to_continue(work_dir: str | Path) -> list[Path]:
-    """Return the files of such names that are ours: folders that were sealed, or were about to be."""
+def _names_to_continue(work_dir: str | Path) -> list[str]:
+    """Return the names of such files and folders that are ours: sealed, or about to be."""
+    found = [name for name in targets.top_names(work_dir) if any(fnmatch.fnmatch(name, each) for each in TO_CONTINUE)]
+    if is_remote(work_dir):
+        return found
 
     def is_ours(path: Path) -> bool:
         return path.name[0] == "." or path.is_symlink() or (path / folders.MANIFEST).is_file()
 
-    return [path for name in TO_CONTINUE for path in Path(work_dir).glob(name) if is_ours(path)]
+    return [name for name in found if is_ours(Path(work_dir, name))]
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+def _remove(held: Held, names: Iterable[str]) -> None:
+    for name in names:
+        targets.remove(held.location, name, held)

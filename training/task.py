@@ -49,12 +49,16 @@ class Optimization:
 
 @dataclass(frozen=True)
 class Compute:
-    """What a worker computes with; num_threads: CPU threads of a Ray worker, None without Ray."""
+    """What a worker computes with.
+
+    num_workers: with `min_workers` the largest number. num_threads: CPU threads of a Ray worker, None without Ray.
+    """
 
     num_workers: int
     mixed_precision: str
     gradient_checkpointing: bool
     num_threads: int | None = None
+    min_workers: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from pipelines import loading
 from pipelines.model_folder import VALIDATION_STRIP
 from training.loop import check_owner, is_due
 from training.task import Images, Task
+from training.work_folder import scratch
 from training.workers import Place
 from utils import image_seed
 
@@ -41,7 +42,7 @@ class Painter:
 
     def __init__(self, task: Task, modules: dict[str, Any], place: Place, dtype: torch.dtype) -> None:
         self.task, self.modules, self.place, self.dtype = task, modules, place, dtype
-        self.folder = Path(task.output.work_dir) / FOLDER
+        self.folder = scratch(task.output.work_dir) / FOLDER
 
     def draw(self, step: int) -> dict[str, np.ndarray]:
         """Return {prompt: its images in a row, [H, W, 3] uint8} of `step`, or {} if no images are due."""
@@ -156,11 +157,11 @@ def make_strip(rows: dict[int, list[Path]], num_images: int) -> Image.Image:
 
 def copy_to_card(prompts: tuple[str, ...], work_dir: str, folder: Path) -> str:
     """Copy the last images and the strip to `folder`/validation; return Markdown that shows them, "" without images."""
-    rows = read_rows(Path(work_dir) / FOLDER) if prompts else {}
+    rows = read_rows(scratch(work_dir) / FOLDER) if prompts else {}
     if not rows:
         return ""
     (folder / FOLDER).mkdir()
-    shutil.copy(Path(work_dir) / FOLDER / STRIP, folder / FOLDER)
+    shutil.copy(scratch(work_dir) / FOLDER / STRIP, folder / FOLDER)
     lines = []
     for path in rows[max(rows)]:
         shutil.copy(path, folder / FOLDER)

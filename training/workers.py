@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import board
@@ -14,16 +19,21 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+SENT_WITHIN = 30  # seconds
+
+_is_on_cluster = False  # whether this process is a worker on a cluster, which nodes may leave
 
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place among the workers; local_world_size: workers on its node."""
+    """A worker's place among the workers; local_world_size: workers on its node; is_on_cluster: one that was joined."""
 
     rank: int
     world_size: int
     device: torch.device
     local_world_size: int = 1
+    is_on_ray: bool = False
+    is_on_cluster: bool = False
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean of a tensor over all workers, on each of them (all-reduce)."""
@@ -42,6 +52,16 @@ class Place:
         values = [value]
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all workers on each of them, by rank; plain values."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        if self.world_size == 1:
+            return [value]
+        dist.all_gather_object(values, value)
+        return values
 
     def share_tensor(self, tensor: torch.Tensor | None) -> torch.Tensor:
         """Return rank 0's tensor on every worker; the others pass None."""
@@ -72,16 +92,66 @@ def find_place(num_workers: int) -> Place:
         return Place(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     import ray.train.torch
 
-    device = ray.train.torch.get_device()
+    device, on_ray = ray.train.torch.get_device(), {"is_on_ray": True, "is_on_cluster": _is_on_cluster}
     if not dist.is_initialized():
-        return Place(0, 1, device)
-    return Place(dist.get_rank(), dist.get_world_size(), device, ray.train.get_context().get_local_world_size())
+        return Place(0, 1, device, **on_ray)
+    local_world_size = ray.train.get_context().get_local_world_size()
+    return Place(dist.get_rank(), dist.get_world_size(), device, local_world_size, **on_ray)
 
 
-def tell_driver(train_loop: Callable[[dict], dict], board_name: str, config: dict) -> dict[str, Any]:
+class Reports:
+    """Sends metrics to Ray Train, and asks it for notices that a node is about to be taken away.
+
+    Both wait for the other workers, and a report for Ray's controller, which looks every two seconds: they are made in
+    a thread, so that no step waits. All workers make the same calls in the same order. Without Ray nothing is sent.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.is_preempted, self.metrics = place, False, {}
+        self.thread = ThreadPoolExecutor(1) if place.is_on_ray else None
+
+    def ask(self) -> None:
+        """Ask for notices; `is_preempted` is true some time after there was one."""
+        if self.thread and self.place.is_on_cluster:
+            self.thread.submit(self._ask)
+
+    def _ask(self) -> None:
+        import ray.train
+
+        self.is_preempted = self.is_preempted or ray.train.get_preemption_info() is not None
+
+    def report(self, step: int, checkpoint: str) -> None:
+        """Send `metrics` and the location of a checkpoint, for Ray's dashboard and Result.metrics."""
+        if self.thread:
+            self.thread.submit(self._report, {"step": step, **self.metrics}, checkpoint)
+
+    def _report(self, metrics: dict[str, float], checkpoint: str) -> None:
+        import ray.train
+
+        if self.place.rank:
+            ray.train.report(metrics)
+            return
+        with tempfile.TemporaryDirectory() as folder:  # Ray drops metrics without a checkpoint: it gets ours by name
+            Path(folder, "checkpoint.json").write_text(json.dumps({"checkpoint": checkpoint, **metrics}))
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+    def close(self) -> None:
+        """Wait until all is sent, for at most SENT_WITHIN seconds."""
+        if self.thread:
+            done = self.thread.submit(lambda: None)
+            with contextlib.suppress(TimeoutError):
+                done.result(SENT_WITHIN)
+            self.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def tell_driver(
+    train_loop: Callable[[dict], dict], board_name: str, is_on_cluster: bool, config: dict
+) -> dict[str, Any]:
     """Return train_loop(config) on a Ray worker, with the board of this name; rank 0 passes its messages on."""
     import ray.train
 
+    global _is_on_cluster
+    _is_on_cluster = is_on_cluster
     remote = board.RemoteBoard(board_name, beats=True)
     board.use(remote)
     if ray.train.get_context().get_world_rank() == 0:

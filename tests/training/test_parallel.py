@@ -117,7 +117,7 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
 
 def start_from(source, work_dir, place):
     """Make a work folder of the earlier checkpoint of another run."""
-    saved = checkpoints.checkpoint_path(source, SAVED)
+    saved = checkpoints.local_checkpoint(source, SAVED)
     if place.rank == 0:
         shutil.copytree(saved, work_dir / saved.name)
     torch.distributed.barrier()
@@ -244,12 +244,12 @@ def test_losses_are_those_of_one_process(runs, name):
 def test_a_checkpoint_holds_what_the_workers_do(runs, name):
     state = torch.load(runs / name / "state.pt")
     assert len(state) == 5 * len([key for key in state if key.startswith("ema/")])
-    assert_equal(state, read_checkpoint(checkpoints.checkpoint_path(runs / name / "undisturbed", STEPS)))
+    assert_equal(state, read_checkpoint(checkpoints.local_checkpoint(runs / name / "undisturbed", STEPS)))
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_a_run_goes_on_bit_equal_whether_it_validates_or_not(runs, name):
-    saved = [checkpoints.checkpoint_path(runs / name / kind, STEPS) for kind in ("undisturbed", "resumed")]
+    saved = [checkpoints.local_checkpoint(runs / name / kind, STEPS) for kind in ("undisturbed", "resumed")]
     assert_equal(*map(read_checkpoint, saved))
     assert losses(runs / name / "resumed") == losses(runs / name / "undisturbed")[SAVED:]
     validation, expected = (
@@ -261,7 +261,7 @@ def test_a_run_goes_on_bit_equal_whether_it_validates_or_not(runs, name):
 
 @pytest.mark.parametrize("name", MODES)
 def test_workers_restore_the_checkpoint_of_one_process(runs, name):
-    expected = read_checkpoint(checkpoints.checkpoint_path(runs / "one", SAVED))
+    expected = read_checkpoint(checkpoints.local_checkpoint(runs / "one", SAVED))
     assert_equal(read_checkpoint(runs / name / "again"), expected)
     assert losses(runs / name / "from one") == pytest.approx(losses(runs / "one")[SAVED:], abs=1e-5)
 
@@ -278,7 +278,7 @@ def test_weights_load_with_diffusers(runs, name):
     from diffusers import UNet2DConditionModel
 
     state = torch.load(runs / name / "state.pt")
-    folder = checkpoints.checkpoint_path(runs / name / "undisturbed", STEPS)
+    folder = checkpoints.local_checkpoint(runs / name / "undisturbed", STEPS)
     for part in ("unet", "ema/unet"):
         unet, info = UNet2DConditionModel.from_pretrained(folder / part, output_loading_info=True)
         assert not any(info.values())
@@ -289,7 +289,7 @@ def test_weights_load_with_diffusers(runs, name):
 @pytest.mark.parametrize("name", SHARDED)
 def test_each_worker_writes_whole_tensors_of_about_equal_size(runs, name):
     world_size = MODES[name][0]
-    folder = checkpoints.checkpoint_path(runs / name / "undisturbed", STEPS)
+    folder = checkpoints.local_checkpoint(runs / name / "undisturbed", STEPS)
     for stem in ("unet/diffusion_pytorch_model", "ema/unet/diffusion_pytorch_model", "optimizer"):
         files = [folder / f"{stem}-{rank:05d}-of-{world_size:05d}.safetensors" for rank in range(1, world_size + 1)]
         shares = [load_file(path) for path in files]
@@ -305,7 +305,7 @@ def test_each_worker_writes_whole_tensors_of_about_equal_size(runs, name):
 
 
 def test_with_ddp_there_is_one_file_and_no_index(runs):
-    folder = checkpoints.checkpoint_path(runs / "ddp" / "undisturbed", STEPS)
+    folder = checkpoints.local_checkpoint(runs / "ddp" / "undisturbed", STEPS)
     assert {path.name for path in folder.rglob("*.safetensors*")} == {
         *("diffusion_pytorch_model.safetensors", "optimizer.safetensors")
     }
@@ -340,14 +340,14 @@ def test_accumulated_gradients_are_those_of_one_large_batch(runs, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_in_bf16_the_weights_and_the_optimizer_stay_float32(runs, strategy):
-    state = read_checkpoint(checkpoints.checkpoint_path(runs / "bf16" / strategy, STEPS))
+    state = read_checkpoint(checkpoints.local_checkpoint(runs / "bf16" / strategy, STEPS))
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert losses(runs / "bf16" / strategy) == pytest.approx(losses(runs / "one"), abs=0.05)
     assert losses(runs / "bf16" / strategy) != losses(runs / "one")
 
 
 def test_gradients_sent_in_bf16_are_rounded_and_no_more(runs):
-    state = read_checkpoint(checkpoints.checkpoint_path(runs / "bf16 gradients/ddp", STEPS))
+    state = read_checkpoint(checkpoints.local_checkpoint(runs / "bf16 gradients/ddp", STEPS))
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     found, expected = losses(runs / "bf16 gradients/ddp"), losses(runs / "ddp" / "undisturbed")
     assert found[0] == expected[0] and found[1:] != expected[1:]
@@ -376,7 +376,7 @@ def sealing(tmp_path, monkeypatch):
 
 def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_holds_the_weights_of_its_step(runs, sealing):
     run, task, instead = sealing
-    stepped, batch, folder = threading.Event(), run.batch, checkpoints.checkpoint_path(task.output.work_dir, SAVED)
+    stepped, batch, folder = threading.Event(), run.batch, checkpoints.local_checkpoint(task.output.work_dir, SAVED)
 
     def batch_of(step, micro):
         if step > SAVED and not stepped.is_set():  # a step was taken since
@@ -386,7 +386,7 @@ def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_holds_the_weights_of_it
 
     run.batch, instead[SAVED] = batch_of, lambda: stepped.wait(60)
     assert loop.train_steps(run, task, ALONE) == STEPS and stepped.is_set()
-    assert_equal(read_checkpoint(folder), read_checkpoint(checkpoints.checkpoint_path(runs / "one", SAVED)))
+    assert_equal(read_checkpoint(folder), read_checkpoint(checkpoints.local_checkpoint(runs / "one", SAVED)))
     assert [step for step, _ in checkpoints.list_checkpoints(task.output.work_dir)] == [SAVED, STEPS]
 
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from common import errors, folders
+from common.targets import Held
 from training import checkpoints, logs, resuming
 from training.resuming import recorded_workers
 
@@ -57,15 +58,15 @@ def make_record(**changed):
 
 
 def test_a_checkpoint_past_the_length_of_a_run_is_not_taken_for_its_end(tmp_path):
-    resuming.open_work_dir(tmp_path, make_record(steps=2), False)
+    resuming.open_work_dir(Held(str(tmp_path), ""), make_record(steps=2), False)
     add_checkpoint(tmp_path)  # of step 2
-    resuming.open_work_dir(tmp_path, make_record(steps=2), False)
+    resuming.open_work_dir(Held(str(tmp_path), ""), make_record(steps=2), False)
     with pytest.raises(
         errors.BadInput, match=r"checkpoint of step 2, more than 1: train for 2 or more steps, or delete it"
     ):
-        resuming.open_work_dir(tmp_path, make_record(steps=1), False)
+        resuming.open_work_dir(Held(str(tmp_path), ""), make_record(steps=1), False)
     assert checkpoints.newest_checkpoint(tmp_path)[0] == 2
-    resuming.open_work_dir(tmp_path, make_record(steps=1), True)
+    resuming.open_work_dir(Held(str(tmp_path), ""), make_record(steps=1), True)
     assert checkpoints.newest_checkpoint(tmp_path) == (0, None)
 
 
@@ -73,20 +74,20 @@ def test_a_work_folder_is_kept_for_the_same_settings(tmp_path):
     work_dir = tmp_path / "work"
     work_dir.mkdir()
     assert recorded_workers(work_dir) is None
-    resuming.open_work_dir(work_dir, make_record(num_workers=2), False)
+    resuming.open_work_dir(Held(str(work_dir), ""), make_record(num_workers=2), False)
     assert recorded_workers(work_dir) == 2
     add_checkpoint(work_dir)
-    resuming.open_work_dir(work_dir, make_record(), False)
+    resuming.open_work_dir(Held(str(work_dir), ""), make_record(), False)
     assert recorded_workers(work_dir) == 0 and checkpoints.newest_checkpoint(work_dir)[0] == 2
     with pytest.raises(errors.BadInput, match="seed was 0, now 1"):
-        resuming.open_work_dir(work_dir, make_record(settings={**SETTINGS, "seed": 1}), False)
+        resuming.open_work_dir(Held(str(work_dir), ""), make_record(settings={**SETTINGS, "seed": 1}), False)
     assert checkpoints.newest_checkpoint(work_dir)[0] == 2
-    resuming.open_work_dir(work_dir, make_record(settings={**SETTINGS, "seed": 1}), True)
+    resuming.open_work_dir(Held(str(work_dir), ""), make_record(settings={**SETTINGS, "seed": 1}), True)
     assert os.listdir(work_dir) == [resuming.RECORD]
 
 
 def test_a_work_folder_without_checkpoints_is_no_loss(tmp_path):
-    resuming.open_work_dir(tmp_path, make_record(), False)
+    resuming.open_work_dir(Held(str(tmp_path), ""), make_record(), False)
     (tmp_path / logs.LOG).write_text("")
-    resuming.open_work_dir(tmp_path, make_record(settings={**SETTINGS, "seed": 1}), False)
+    resuming.open_work_dir(Held(str(tmp_path), ""), make_record(settings={**SETTINGS, "seed": 1}), False)
     assert os.listdir(tmp_path) == [resuming.RECORD]

@@ -44,7 +44,7 @@ def test_a_row_is_what_the_weights_of_its_step_draw(command, tiny_model):  # noq
     command(**FLAGS, lr=1e-2, checkpointing_steps=2)
     drawn = pictures(command.work_dir)
     for step in steps_kept(command.work_dir):
-        weights = checkpoints.checkpoint_path(command.work_dir, step)
+        weights = checkpoints.local_checkpoint(command.work_dir, step)
         pipeline = load_pipeline(str(tiny_model), torch.float32, weights, safety_checker=False)
         sampler = {"num_inference_steps": 2, "guidance_scale": 7.5, "height": 16, "width": 16}
         seeds = [image_seed(0, index) for index in range(2)]

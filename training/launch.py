@@ -1,0 +1,294 @@
+"""Train on Ray: place the workers, start them again after a loss, with fewer or more of them if that is allowed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from common import targets
+from common.board import Board, board_on_ray, use
+from common.cli import stopping
+from common.cluster import end_idle_actors, start_ray
+from common.errors import (
+    BadInput,
+    Fault,
+    NodeLost,
+    Stopped,
+    TryAgain,
+    WorkerDied,
+    as_tool_error,
+    causes,
+    describe_error,
+)
+from common.messages import say
+from common.nodes import Nodes, Waiting, say_what_lacks, share_resources
+from common.storage import Folder, is_remote
+from common.targets import Held
+from training.following import show
+from training.task import Task
+from training.workers import tell_driver
+
+TRAINER = "ray.train.torch"  # the part of Ray that trains
+START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+TRY_SMALLER = 30  # seconds that a number of workers has to start, if there is a smaller one to try
+MAX_IDLE_RESTARTS = 3  # restarts in a row, for a change of the nodes, without a step in between
+
+
+def run_workers(train_loop: Callable[[dict], dict], task: Task, **place: Any) -> dict[str, Any]:
+    """Call train_loop(task as plain values) on each worker, show the log, and return what rank 0 returns.
+
+    0 workers: this process, without Ray. place: arguments of _run_on_ray, of which cli.placement returns most.
+    A signal makes the workers save and stop; then Stopped is raised.
+    """
+    if task.compute.num_workers == 0:
+        board = Board()
+        use(board)
+        with stopping(board.ask_to_stop) as signals:
+            # In the thread that has encoded, because OpenMP keeps a team of threads for each calling thread, and they
+            # stop spinning once there are more of them than CPUs.
+            result = show(lambda: train_loop(asdict(task)), board, task, signals)
+    else:
+        with stopping(lambda: None) as signals:  # `show` passes the request on
+            result = _run_on_ray(train_loop, task, signals, **place)
+    if result["stopped"]:
+        raise Stopped(signals[0] if signals else signal.SIGTERM)
+    return result
+
+
+def _run_on_ray(
+    train_loop: Callable[[dict], dict],
+    task: Task,
+    signals: list[int],
+    has_loaders: bool = False,
+    address: str | None = None,
+    insecure_cluster: bool = False,
+    cpus_per_worker: float | None = None,
+    gpus_per_worker: float | None = None,
+    max_failures: int = 0,
+    start_timeout: float = 60,
+) -> dict[str, Any]:
+    """Train with Ray Train; has_loaders: actors that read the workers' data take half of their CPUs."""
+    cluster = address, insecure_cluster, TRAINER
+    nodes = start_ray(*cluster)
+    end_idle_actors(address)
+    cpus, gpus = share_resources(nodes, task.compute.num_workers, cpus_per_worker, gpus_per_worker)
+    check_whole_gpus(task.compute.num_workers, gpus)
+    task = replace(task, compute=replace(task.compute, num_threads=max(1, int(cpus))))
+    share = cpus / 2 if has_loaders else cpus, gpus
+    say_what_lacks(nodes, task.compute.num_workers, *share)
+
+    def attempt(size: int, timeout: float, has_grown: Callable[[], bool] | None) -> dict[str, Any]:
+        if not nodes.is_local:
+            os.environ[START_TIMEOUT] = str(timeout)
+        return _attempt(train_loop, with_workers(task, size), signals, share, nodes.is_local, has_grown)
+
+    result = _until_done(attempt, task, share, signals, max_failures, start_timeout, cluster)
+    targets.delete(_storage_path(task), Held(task.output.work_dir, task.output.owner))
+    return result
+
+
+def check_whole_gpus(num_workers: int, gpus_per_worker: float) -> None:
+    """Raise BadInput for several workers on a GPU: NCCL, which averages their gradients, refuses them."""
+    if gpus_per_worker % 1 and num_workers > 1:
+        raise BadInput(
+            f"--gpus_per_worker {gpus_per_worker:g}: training workers cannot share a GPU: use 1, and as many "
+            "--num_workers as there are GPUs"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How many workers
+
+
+def possible_sizes(task: Task) -> list[int]:
+    """Return the numbers of workers, largest first, that a run may have and that divide its global batch."""
+    largest, smallest = task.compute.num_workers, task.compute.min_workers or task.compute.num_workers
+    batches = largest * task.schedule.gradient_accumulation_steps
+    return [size for size in range(largest, smallest - 1, -1) if batches % size == 0]
+
+
+def with_workers(task: Task, size: int) -> Task:
+    """Return a task for `size` workers, which take the same global batches: each takes more of their parts."""
+    batches = task.compute.num_workers * task.schedule.gradient_accumulation_steps
+    schedule = replace(task.schedule, gradient_accumulation_steps=batches // size)
+    return replace(task, schedule=schedule, compute=replace(task.compute, num_workers=size))
+
+
+def choose_size(sizes: list[int], nodes: Nodes, share: tuple[float, float]) -> int:
+    """Return the largest number of workers that the nodes have room for, or else the smallest, to wait for."""
+    room = nodes.room(*share)
+    return next((size for size in sizes if size <= room), sizes[-1])
+
+
+def _grown(
+    sizes: list[int], size: int, before: Nodes, share: tuple[float, float], cluster: tuple
+) -> Callable[[], bool] | None:
+    """Return a function that says whether nodes have joined that hold more workers; None if there are no more."""
+    if before.is_local or size == sizes[0]:
+        return None
+
+    def has_grown() -> bool:
+        now = start_ray(*cluster)
+        return len(now.each) > len(before.each) and choose_size(sizes, now, share) > size
+
+    return has_grown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Until it is done
+
+
+def _until_done(
+    attempt: Callable[..., dict],
+    task: Task,
+    share: tuple[float, float],
+    signals: list[int],
+    max_failures: int,
+    start_timeout: float,
+    cluster: tuple,
+) -> dict[str, Any]:
+    """Return attempt(size, seconds to start, has_grown), called again after a loss, but not after another ToolError.
+
+    Ray Train would start the workers again after either, for a photo that cannot be read as for a node that is lost;
+    and when nodes join or leave it would end the workers without saving. So it is told to do neither.
+    """
+    failures = idle = 0
+    sizes = possible_sizes(task)
+    limit = sizes[0]
+    while True:
+        if signals:
+            raise Stopped(signals[0])
+        nodes = start_ray(*cluster)
+        size = choose_size([each for each in sizes if each <= limit], nodes, share)
+        smaller = [each for each in sizes if each < size]
+        try:
+            has_grown = _grown(sizes, size, nodes, share, cluster)
+            result = attempt(size, TRY_SMALLER if smaller else start_timeout, has_grown)
+        except Exception as error:
+            if _found_no_room(error, nodes):
+                if not smaller:
+                    raise _no_room(start_timeout) from error
+                limit = smaller[0]
+                say(f"no room for {size} workers: trying {limit}")
+                continue
+            failures += 1
+            _check_loss(error, failures > max_failures)
+            _end_dead_controller(error, nodes, cluster)
+            continue
+        if not result["stopped"] or signals or nodes.is_local:
+            return result
+        limit, idle = sizes[0], 0 if result["trained"] else idle + 1
+        if idle >= MAX_IDLE_RESTARTS:
+            raise TryAgain("the nodes of the cluster change faster than a step takes: run the same command again")
+        say("the nodes of the cluster change: a checkpoint is saved, and the workers start again from it")
+
+
+def _check_loss(error: Exception, is_last: bool) -> None:
+    """Say that the workers start again after `error`; raise it if that does not help."""
+    known = filter(None, map(as_tool_error, causes(error)))
+    if is_last or not all(isinstance(each, WorkerDied | NodeLost | Fault) for each in known):
+        raise error
+    reason = describe_error(error)[1].split(". ")[0].removesuffix(": run the same command again to continue")
+    say(f"warning: {reason}: restarting the workers from the newest checkpoint")
+
+
+def _end_dead_controller(error: Exception, nodes: Nodes, cluster: tuple) -> None:
+    """Start a local Ray anew if Ray Train's controller died: nothing else releases the workers' CPUs."""
+    import ray
+
+    if isinstance(error, ray.exceptions.RayActorError) and nodes.is_local:
+        ray.shutdown()
+        start_ray(*cluster)
+
+
+def _found_no_room(error: BaseException, nodes: Nodes) -> bool:
+    names = [type(each).__name__ for each in causes(error)]
+    return not nodes.is_local and "WorkerGroupStartupTimeoutError" in names
+
+
+def _no_room(seconds: float) -> TryAgain:
+    return TryAgain(
+        f"the cluster had no room for all workers for {seconds:g} s: run the same command again when it has, use fewer "
+        "--num_workers, or a longer --start_timeout"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Once
+
+
+def _storage_path(task: Task) -> str:
+    """Return the location of the files that Ray Train writes for itself."""
+    return targets.join_name(task.output.work_dir, "ray")
+
+
+def _attempt(
+    train_loop: Callable[[dict], dict],
+    task: Task,
+    signals: list[int],
+    share: tuple[float, float],
+    is_local: bool,
+    has_grown: Callable[[], bool] | None,
+) -> dict[str, Any]:
+    """Train on Ray once, and show what the workers tell."""
+    waiting = None if is_local else Waiting(task.compute.num_workers, *share)
+    with board_on_ray() as board, ThreadPoolExecutor(1) as pool:  # another thread: in this one Ray takes SIGINT
+        loop = partial(tell_driver, train_loop, board.name, not is_local)
+        fit = partial(_fit, loop, asdict(task), _storage_path(task), task.compute.num_workers, *share, is_local)
+        return show(lambda: pool.submit(fit).result(), board, task, signals, waiting, has_grown)
+
+
+def _fit(
+    train_loop: Callable[[dict], dict],
+    config: dict,
+    storage_path: str,
+    num_workers: int,
+    cpus: float,
+    gpus: float,
+    is_alone: bool,
+) -> dict[str, Any]:
+    """Train on Ray once and return what rank 0 returns; is_alone: on a local Ray of this process."""
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+
+    filesystem, path = Folder(storage_path).filesystem, Folder(storage_path).path
+    if not is_remote(storage_path):
+        shutil.rmtree(storage_path, ignore_errors=True)
+    scaling_config = ScalingConfig(
+        num_workers=num_workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, "GPU": gpus}
+    )
+    # A new name each time: our checkpoints decide where a run continues, not Ray's record of it.
+    run_config = RunConfig(
+        name=f"run-{time.time_ns()}",
+        storage_path=path,
+        storage_filesystem=filesystem if is_remote(storage_path) else None,
+        checkpoint_config=CheckpointConfig(num_to_keep=1),  # of the reports' notes
+        failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+    )
+    options = {"scaling_config": scaling_config, "run_config": run_config}
+    return _make_trainer_class(is_alone)(train_loop, train_loop_config=config, **options).fit().return_value
+
+
+def _make_trainer_class(is_alone: bool) -> Any:
+    """Return TorchTrainer without those of its actors that only cost time here.
+
+    One of them hands out Ray Data datasets, of which there are none. The other releases the workers' CPUs if the
+    controller dies; it asks Ray's dashboard, which a local Ray does not have, and would delay each run by 12 seconds.
+    """
+    from ray.train.torch import TorchTrainer
+
+    needless = ("DatasetsCallback", "PlacementGroupCleanerCallback")[: 1 + is_alone]
+
+    class Trainer(TorchTrainer):
+        # A private method of Ray's: if it goes, the actors are back, and nothing else changes.
+        def _create_default_callbacks(self, *arguments: Any, **options: Any) -> list:
+            callbacks = super()._create_default_callbacks(*arguments, **options)
+            return [each for each in callbacks if type(each).__name__ not in needless]
+
+    return Trainer
