@@ -23,6 +23,7 @@ from common import cli, folders, messages
 from common.actors import map_on_actors
 from common.errors import BadInput
 from common.messages import Progress, say
+from common.objects import local_copy
 from common.storage import Folder, absolute, is_remote
 from pipelines.configs import base_name, base_revision, check_resolution, model_resolution
 from pipelines.model_folder import check_model, check_pipeline
@@ -151,7 +152,7 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
     check_model(args.model_dir)
     options = {
         "output_dir": folder.location,
-        "model_dir": args.model_dir,
+        "model_dir": args.model_location,
         "resolutions": args.resolutions,
         "batch_size": args.encoding_batch_size,
         "mixed_precision": args.mixed_precision,
@@ -202,6 +203,7 @@ def main(args: argparse.Namespace) -> None:
     """Check everything, encode the missing parts, and publish the data set."""
     for name in ("input", "model_dir", "output_dir"):
         setattr(args, name, absolute(getattr(args, name)))
+    args.model_location, args.model_dir = args.model_dir, str(local_copy(args.model_dir))
     remote = is_remote(args.output_dir)
     if not remote:
         folders.check_writable(args.output_dir, "--output_dir")

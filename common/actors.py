@@ -102,14 +102,14 @@ def _on_ray(
     say_what_lacks(nodes, largest, asked, gpus)
     is_watched = not nodes.is_local and threading.current_thread() is threading.main_thread()
     watch = _watch(Waiting(1, asked, gpus), start_timeout) if is_watched else contextlib.nullcontext()
-    with watch as board_name:
+    with watch as board:
         # Without a limit Ray Data restarts a dying actor forever. Ray 2.60 deprecates these two options without
         # offering a replacement yet.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RayDeprecationWarning)
             rows = rows.map(
                 _Actor,
-                fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}, board_name),
+                fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}, board),
                 compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
                 num_cpus=asked,
                 num_gpus=gpus,
@@ -120,8 +120,8 @@ def _on_ray(
 
 
 @contextlib.contextmanager
-def _watch(waiting: Waiting, start_timeout: float) -> Iterator[str]:
-    """Yield the name of a board for actors; say what they wait for while none of them is alive.
+def _watch(waiting: Waiting, start_timeout: float) -> Iterator[Any]:
+    """Yield the actor of a board for actors; say what they wait for while none of them is alive.
 
     Raises TryAgain in the main thread after `start_timeout` seconds without a living actor.
     """
@@ -139,7 +139,7 @@ def _watch(waiting: Waiting, start_timeout: float) -> Iterator[str]:
         thread = threading.Thread(target=look, args=(board,), daemon=True)
         thread.start()
         try:
-            yield board.name
+            yield board.actor
         except KeyboardInterrupt:
             if waited <= start_timeout:
                 raise
@@ -205,8 +205,8 @@ class _Actor:
     calling thread, and with more OpenMP threads than CPUs it is a quarter slower.
     """
 
-    def __init__(self, worker_class, options, board_name=None):
-        self.board = board_name and RemoteBoard(board_name, beats=True)
+    def __init__(self, worker_class, options, board=None):
+        self.board = board and RemoteBoard(board, beats=True)
         self.thread, self.said = ThreadPoolExecutor(1), []
         listen(self.said.append)
         if _was_restarted():

@@ -6,7 +6,6 @@ cluster's nodes need not share a disk.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -59,10 +58,8 @@ class RemoteBoard:
     stop.
     """
 
-    def __init__(self, name: str, beats: bool = False) -> None:
-        import ray
-
-        self.name, self._actor, self._is_to_stop = name, ray.get_actor(name), False
+    def __init__(self, actor: Any, beats: bool = False) -> None:
+        self.actor, self._is_to_stop = actor, False
         if beats:
             threading.Thread(target=self._beat, daemon=True).start()
 
@@ -71,24 +68,24 @@ class RemoteBoard:
 
         try:
             while True:
-                self._is_to_stop = ray.get(self._actor.beat.remote())
+                self._is_to_stop = ray.get(self.actor.beat.remote())
                 time.sleep(BEAT_EVERY)
         except Exception:  # the run has ended, or its driver died: Ray ends this process too
             return
 
     def tell(self, message: str) -> None:
-        self._actor.tell.remote(message)
+        self.actor.tell.remote(message)
 
     def log(self, line: dict[str, Any]) -> None:
-        self._actor.log.remote(line)
+        self.actor.log.remote(line)
 
     def news(self, num_seen: int = 0) -> tuple[list[str], dict[str, Any] | None, float | None]:
         import ray
 
-        return ray.get(self._actor.news.remote(num_seen))
+        return ray.get(self.actor.news.remote(num_seen))
 
     def ask_to_stop(self) -> None:
-        self._actor.ask_to_stop.remote()
+        self.actor.ask_to_stop.remote()
 
     def stop_asked(self) -> bool:
         return self._is_to_stop
@@ -114,10 +111,9 @@ def board_on_ray() -> Iterator[RemoteBoard]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    name = f"board-{secrets.token_hex(8)}"
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0)(Board).options(name=name, scheduling_strategy=here).remote()
+    actor = ray.remote(num_cpus=0)(Board).options(scheduling_strategy=here).remote()
     try:
-        yield RemoteBoard(name)
+        yield RemoteBoard(actor)
     finally:
         ray.kill(actor)

@@ -100,6 +100,8 @@ def as_tool_error(error: BaseException) -> ToolError | None:
         return OutOfResource(f"disk full while writing {where}: free some space, then run again")
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return OutOfMemory("out of memory")
+    if type(error).__name__ == "WorkerHealthCheckFailedError":
+        return NodeLost("a worker or its node cannot be reached: run the same command again to continue")
     if type(error).__name__ in WORKER_DIED and NODE_DIED.search(str(error)):
         return NodeLost("a node of the cluster was lost: run the same command again to continue")
     if type(error).__name__ in WORKER_DIED and not getattr(error, "actor_init_failed", False):

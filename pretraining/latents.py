@@ -16,6 +16,7 @@ import numpy as np
 from common.errors import BadInput, CheckFailed
 from common.folders import MANIFEST
 from common.images import scale_pixels
+from common.objects import local_copy
 from common.storage import Folder, join, open_parquet, read_footer
 from pipelines import loading
 from pipelines.configs import pixel_factor, read_config
@@ -51,6 +52,7 @@ class LatentEncoder:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         loading.set_up_torch(self.device, num_threads, mixed_precision)
         dtype = loading.compute_dtype(mixed_precision, self.device)
+        model_dir = str(local_copy(model_dir))
         if resolutions:  # in float32: each image is encoded only once, and some VAEs overflow in float16
             self.vae = loading.load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
         self.text_encoder = loading.load_models(model_dir, ("text_encoder",), dtype)["text_encoder"].to(self.device)

@@ -240,7 +240,7 @@ def _attempt(
     """Train on Ray once, and show what the workers tell."""
     waiting = None if is_local else Waiting(task.compute.num_workers, *share)
     with board_on_ray() as board, ThreadPoolExecutor(1) as pool:  # another thread: in this one Ray takes SIGINT
-        loop = partial(tell_driver, train_loop, board.name, not is_local)
+        loop = partial(tell_driver, train_loop, board.actor, not is_local)
         fit = partial(_fit, loop, asdict(task), _storage_path(task), task.compute.num_workers, *share, is_local)
         return show(lambda: pool.submit(fit).result(), board, task, signals, waiting, has_grown)
 

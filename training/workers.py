@@ -145,14 +145,14 @@ class Reports:
 
 
 def tell_driver(
-    train_loop: Callable[[dict], dict], board_name: str, is_on_cluster: bool, config: dict
+    train_loop: Callable[[dict], dict], board_actor: Any, is_on_cluster: bool, config: dict
 ) -> dict[str, Any]:
-    """Return train_loop(config) on a Ray worker, with the board of this name; rank 0 passes its messages on."""
+    """Return train_loop(config) on a Ray worker, with this board; rank 0 passes its messages on."""
     import ray.train
 
     global _is_on_cluster
     _is_on_cluster = is_on_cluster
-    remote = board.RemoteBoard(board_name, beats=True)
+    remote = board.RemoteBoard(board_actor, beats=True)
     board.use(remote)
     if ray.train.get_context().get_world_rank() == 0:
         listen(lambda message: remote.tell(one_line(message)))
