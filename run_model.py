@@ -2,14 +2,13 @@
 
 Reads a model folder, as printed by cache_model.py or written by train.py. Writes PNG files and metadata.jsonl. An image
 depends only on the model, the prompt, the seed, the image's index and the sampler flags. To resume, run the same
-command again: only missing and damaged images are drawn.
+command again: only missing and damaged images are drawn. Folders may be URIs such as s3://bucket/images.
 
     python run_model.py --model_dir models/emoji-64 --prompts "a 3d emoji of a dog" --output_dir data/try
     python run_model.py --model_dir MODEL --prompts "photo of a dog" --num_samples_per_prompt 200 --output_dir data/reg
 """
 
 import argparse
-from pathlib import Path
 
 from common.cli import (
     add_compute_flags,
@@ -24,6 +23,7 @@ from common.cli import (
 )
 from common.errors import BadInput
 from common.messages import print_result
+from common.storage import absolute
 from pipelines.drawing import check_model_and_sampler, draw_folder
 from pipelines.prompts import read_prompts_file, unique_prompts
 from pipelines.samplers import SAMPLER, add_sampler_flags
@@ -33,13 +33,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser(__doc__)
     group = parser.add_argument_group("model")
-    group.add_argument("--model_dir", required=True, help="folder of a Diffusers pipeline with safetensors weights")
-    group.add_argument("--checkpoint", help="checkpoint folder of train.py whose components replace the model's")
+    group.add_argument(
+        "--model_dir", required=True, help="folder, or URI, of a Diffusers pipeline with safetensors weights"
+    )
+    checkpoint_help = "checkpoint folder, or its URI, of train.py whose components replace the model's"
+    group.add_argument("--checkpoint", help=checkpoint_help)
     group.add_argument("--no_safety_checker", action="store_true", help="disable the model's safety checker")
 
     group = parser.add_argument_group("images")
     group.add_argument(
-        "--output_dir", required=True, help="folder to write the images to; an existing one is completed"
+        "--output_dir", required=True, help="folder, or URI, to write the images to; an existing one is completed"
     )
     group.add_argument("--prompts", action="append", default=[], help="prompt to draw; may be repeated")
     group.add_argument("--prompts_file", help="text file with one prompt per line")
@@ -88,7 +91,7 @@ def main(args: argparse.Namespace) -> None:
     pool = {"batch_size": args.batch_size, "num_workers": args.num_workers, **placement(args)}
     count = args.num_samples_per_prompt
     drawn, records = draw_folder(args.output_dir, prompts, count, args.seed, model, sampler, args.overwrite, **pool)
-    print_result(output_dir=str(Path(args.output_dir).resolve()), drawn=drawn, images=len(records))
+    print_result(output_dir=absolute(args.output_dir), drawn=drawn, images=len(records))
 
 
 if __name__ == "__main__":

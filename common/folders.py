@@ -78,11 +78,15 @@ def read_json(path: str | Path) -> dict[str, Any]:
 def read_json_lines(path: str | Path) -> list[Any]:
     """Return the JSON values of a file with one per line; damaged lines and a missing file are ignored."""
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        return parse_json_lines(Path(path).read_bytes())
     except FileNotFoundError:
         return []
+
+
+def parse_json_lines(data: bytes) -> list[Any]:
+    """Return the JSON values in the content of a file with one per line; damaged lines are ignored."""
     values = []
-    for line in lines:
+    for line in data.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             values.append(json.loads(line))
     return values
@@ -128,6 +132,14 @@ def check_apart(output_dir: str | Path, **others: str | Path | None) -> None:
     for name, path in others.items():
         if path and Path(path).is_relative_to(output_dir):
             raise BadInput(f"--output_dir {output_dir} would replace --{name} {path}: choose separate folders")
+
+
+def check_on_node(path: str | Path, flag: str = "") -> None:
+    """Raise BadInput unless a path of the driver exists on this worker's node too; flag: the one that gave the path."""
+    if not Path(path).exists():
+        named = f"{flag} {path}".lstrip()
+        remedy = "use a folder that all nodes share, or a URI"
+        raise BadInput(f"{named} does not exist on node {socket.gethostname()}: {remedy}")
 
 
 def check_space(needs: list[tuple[str, str | Path, float]]) -> None:
@@ -263,6 +275,7 @@ def lock(path: str | Path, wait_while: str | None = None) -> Iterator[str]:
         owner = name_owner()
         file.write(owner + "\n")
         file.flush()
+        os.fsync(file.fileno())  # on a network file system other nodes see it only then
         yield owner
 
 
@@ -273,6 +286,7 @@ def name_owner() -> str:
 
 def check_owner(path: str | Path, owner: str) -> None:
     """Raise TryAgain unless `owner` still holds a lock: workers can outlive their driver by a few seconds."""
+    check_on_node(path)
     if Path(path).read_text().strip() != owner:
         raise TryAgain(f"{Path(path).parent} now belongs to another run: this run stops")
 

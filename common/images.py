@@ -1,5 +1,6 @@
 """Find images in a folder; decode, check, crop and scale them."""
 
+import functools
 import io
 import os
 import warnings
@@ -11,7 +12,11 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from common.errors import BadInput
+from common.folders import LOCK, MANIFEST, check_on_node
 from common.messages import say
+from common.objects import local_copy
+from common.storage import is_remote, join, split
+from common.stores import Store
 
 READ = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
 PHOTOS_TO_CONVERT = {".heic", ".heif", ".jxl", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"}
@@ -77,9 +82,29 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def find_images(folder: str | Path, flag: str) -> tuple[list[Path], list[Path]]:
-    """Return (image files, other files except metadata.jsonl) of a folder, sorted by name, without opening them."""
-    folder = Path(folder)
+def read_image_at(location: str | Path) -> Image.Image:
+    """Return `read_image` of a file by path or URI; raise BadInput if a path does not exist on this worker's node."""
+    if not is_remote(location):
+        check_on_node(location)
+        return read_image(location)
+    folder, name = split(location)
+    data = _open_store(folder).read(name)
+    if data is None:
+        raise BadInput(f"{location} does not exist: another run deleted it")
+    return read_image(data)
+
+
+@functools.lru_cache(maxsize=16)
+def _open_store(uri: str) -> Store:
+    return Store(uri)
+
+
+def find_images(location: str | Path, flag: str) -> tuple[list[Path], list[Path]]:
+    """Return (image files, other files) of a folder by path or URI, sorted by name, without opening them.
+
+    The files of a URI are those of its local copy. Files that the toolkit itself writes beside images are left out.
+    """
+    folder = local_copy(location)
     if not folder.is_dir():
         raise BadInput(f"{flag} {folder} is not a folder")
     images, others = [], []
@@ -87,12 +112,12 @@ def find_images(folder: str | Path, flag: str) -> tuple[list[Path], list[Path]]:
         known = path.suffix.lower() in READ | PHOTOS_TO_CONVERT
         (images if known and path.is_file() and path.name[0] != "." else others).append(path)
     if not images:
-        raise BadInput(f"{flag} {folder} contains no images: add some")
-    return images, [path for path in others if path.name not in ("metadata.jsonl", ".lock")]
+        raise BadInput(f"{flag} {location} contains no images: add some")
+    return images, [path for path in others if path.name not in ("metadata.jsonl", MANIFEST, LOCK)]
 
 
 def check_images(folder: str | Path, flag: str, skip_bad: bool = False) -> list[Path]:
-    """Return the usable image files of a folder, sorted by name; print which files are skipped, and why.
+    """Return the usable image files of a folder as `find_images`; print which files are skipped, and why.
 
     Decodes every image once and raises BadInput that names all bad ones, unless `skip_bad` is set.
     """
@@ -103,7 +128,7 @@ def check_images(folder: str | Path, flag: str, skip_bad: bool = False) -> list[
         faults = dict(zip(images, pool.map(_fault, images), strict=True))
     bad = [path for path in images if faults[path]]
     for path in bad:
-        say(f"{path}: {faults[path]}")
+        say(f"{join(str(folder), path.name)}: {faults[path]}")
     if bad and not skip_bad:
         names = ", ".join(path.name for path in bad)
         raise BadInput(f"{flag} {folder}: {len(bad)} bad files ({names}): remove them or pass --skip_bad_images")

@@ -4,17 +4,19 @@ A folder is sealed with a manifest.json (size and SHA-256 of every object), whic
 While objects are written, the object `.publishing` tells readers that a folder without a manifest is not a plain one.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import cache, folders
-from common.errors import BadInput, CheckFailed, TryAgain
+from common.errors import BadInput, CheckFailed, ToolError, TryAgain
 from common.folders import MANIFEST
 from common.storage import is_remote, join, split
 from common.stores import PARALLEL, PART, Object, Store, Writer
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 MARKER = ".publishing"
 Item = TypeVar("Item")
 Facts = dict[str, dict[str, Any]]  # {name: {"size": bytes, "sha256": hex digits}}
+_copied: dict[Path, str] = {}  # the URIs of the local copies that this process uses
 
 
 def _in_parallel(function: Callable[[Item], Any], items: Iterable[Item]) -> list[Any]:
@@ -173,7 +176,39 @@ def local_copy(location: str | Path) -> Path:
     """
     if not is_remote(location):
         return Path(location)
-    store = Store(str(location))
+    copy = _local_copy(Store(str(location)))
+    _copied[copy] = str(location)
+    return copy
+
+
+def same_copy(location: str | Path, flag: str, copy: str | Path | None = None) -> Path:
+    """Return `local_copy(location)` for a worker; copy: that of its driver, if it has looked.
+
+    Raises BadInput if a path does not exist on the worker's node, TryAgain if the URI holds another folder by now.
+    """
+    found = local_copy(location)
+    if not is_remote(location):
+        folders.check_on_node(location, flag)
+    elif copy and Path(copy).name != found.name:
+        raise TryAgain(f"{flag} {location} was replaced while this run uses it: run the same command again")
+    return found
+
+
+@contextlib.contextmanager
+def uris_in_errors() -> Iterator[None]:
+    """Let ToolErrors name the URIs of files, not the paths of their local copies; can decorate a function."""
+    try:
+        yield
+    except ToolError as error:
+        text = str(error)
+        for copy, uri in _copied.items():
+            path = re.compile(rf"{re.escape(str(copy))}(?:/([^\s,:()]+))?")
+            text = path.sub(lambda found, uri=uri: join(uri, found[1]) if found[1] else uri, text)
+        error.args = (text, *error.args[1:]) if text != str(error) else error.args
+        raise
+
+
+def _local_copy(store: Store) -> Path:
     unfinished = store.head(MARKER)  # read before the manifest: a folder that is published in between has one
     data = store.read(MANIFEST)
     manifest = _parse_manifest(data)

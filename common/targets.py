@@ -5,6 +5,7 @@ On a disk this is common.folders, in an object store common.objects and common.l
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -105,10 +106,8 @@ def read_json(location: str | Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file of a folder, or {} if it is missing or damaged."""
     if not is_remote(location):
         return folders.read_json(Path(location) / name)
-    from common.stores import Store
-
     with contextlib.suppress(ValueError):
-        return json.loads(Store(str(location)).read(name) or "{}")
+        return json.loads(Files(location).read(name) or "{}")
     return {}
 
 
@@ -119,16 +118,59 @@ def folder_names(location: str | Path) -> list[str]:
     return sorted({name.split("/")[0] for name in names(location) if "/" in name})
 
 
+class Files:
+    """Reads and writes the files of a folder one by one, by names relative to it.
+
+    held: the lock of the run that writes; a write or a deletion raises TryAgain if it is lost.
+    """
+
+    def __init__(self, location: str | Path, held: Held | None = None):
+        self.location, self.held, self.writer = str(location), held, None
+        if is_remote(location):
+            from common.stores import Writer
+
+            self.writer = held.lease().writer(self.location) if held else Writer(self.location)
+
+    def versions(self) -> dict[str, Any]:
+        """Return {name: what changes with the content} of the files that are neither hidden nor in subfolders."""
+        if self.writer:
+            found = {name: each.tag for name, each in self.writer.store.list().items() if "/" not in name}
+        else:
+            found = {}
+            with contextlib.suppress(FileNotFoundError):
+                facts = {each.name: each.stat() for each in os.scandir(self.location) if each.is_file()}
+                found = {name: (fact.st_size, fact.st_mtime_ns) for name, fact in facts.items()}
+        return {name: version for name, version in found.items() if name[0] != "."}
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file, or None if it is missing."""
+        if self.writer:
+            return self.writer.store.read(name)
+        with contextlib.suppress(FileNotFoundError):
+            return Path(self.location, name).read_bytes()
+        return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file atomically."""
+        if self.writer:
+            return self.writer.write(name, data)
+        if self.held:
+            self.held.check()
+        Path(self.location).mkdir(parents=True, exist_ok=True)
+        folders.write_bytes(Path(self.location, name), data)
+
+    def delete(self, name: str) -> None:
+        """Delete a file; one that is missing is no error."""
+        if self.writer:
+            return self.writer.delete(name)
+        if self.held:
+            self.held.check()
+        Path(self.location, name).unlink(missing_ok=True)
+
+
 def write_text(location: str | Path, name: str, text: str, held: Held | None = None) -> None:
     """Write a file of a folder, atomically."""
-    if not is_remote(location):
-        Path(location).mkdir(parents=True, exist_ok=True)
-        folders.write_bytes(Path(location) / name, text.encode())
-        return
-    from common.stores import Writer
-
-    writer = _lease(held).writer(str(location)) if held else Writer(str(location))
-    writer.write(name, text.encode())
+    Files(location, held).write(name, text.encode())
 
 
 def write_json(location: str | Path, name: str, value: Any, held: Held | None = None) -> None:

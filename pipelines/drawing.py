@@ -14,9 +14,12 @@ from typing import Any
 
 from common.actors import map_on_actors
 from common.errors import BadInput
-from common.folders import check_space, check_writable, lock, write_bytes
+from common.folders import check_space
 from common.messages import Progress, say
 from common.no_gc import no_gc
+from common.objects import local_copy, same_copy, uris_in_errors
+from common.storage import absolute, is_remote, split
+from common.targets import Files, Held, check_writable, join_name, lock
 from pipelines import loading
 from pipelines.configs import check_resolution, components, model_resolution
 from pipelines.image_folder import read_metadata, wanted_images, whole_images, write_metadata
@@ -26,19 +29,25 @@ from pipelines.tokens import say_what_is_cut
 from utils import image_seed
 
 MAX_REDRAWS = 10  # per image, if the safety checker flags it
+LOCATIONS = ("model_dir", "checkpoint")  # folders of a model, by path or URI
 
 
 class ImageDrawer:
-    """The worker of an actor: draws batches and writes their image files. It keeps the pipeline of its last batch."""
+    """The worker of an actor: draws batches and writes their image files. It keeps the pipeline of its last batch.
 
-    def __init__(self, num_threads: int | None = None):
+    held: the locks of the folders, {location: lock}, without which nothing is written there.
+    """
+
+    def __init__(self, num_threads: int | None = None, held: dict[str, Held] | None = None):
         import torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.num_threads = num_threads
         self.model: dict[str, Any] | None = None
         self.pipeline: Any = None
+        self.folders = {location: Files(location, each) for location, each in (held or {}).items()}
 
+    @uris_in_errors()
     def __call__(self, item: dict[str, Any]) -> dict[str, str]:
         """Draw a batch: {"model": as in draw_folders, "paths": [files to write], "records": [one per file]}.
 
@@ -65,8 +74,12 @@ class ImageDrawer:
         self.model = self.pipeline = None
         loading.set_up_torch(self.device, self.num_threads, model["mixed_precision"])
         dtype = loading.compute_dtype(model["mixed_precision"], self.device)
+        copies = model.get("copies", {})
+        model_dir, checkpoint = (
+            model[name] and str(same_copy(model[name], f"--{name}", copies.get(name))) for name in LOCATIONS
+        )
         with no_gc():
-            pipeline = loading.load_pipeline(model["model_dir"], dtype, model["checkpoint"], model["safety_checker"])
+            pipeline = loading.load_pipeline(model_dir, dtype, checkpoint, model["safety_checker"])
         self.pipeline = pipeline.to(self.device)
         self.model = model
 
@@ -85,8 +98,11 @@ class ImageDrawer:
         image.save(
             data, "PNG", pnginfo=text, compress_level=1
         )  # a fifth of the default level's time, files a sixth larger
-        write_bytes(path, data.getvalue())
-        return {**record, "file_name": Path(path).name, "sha256": hashlib.sha256(data.getvalue()).hexdigest()}
+        folder, name = split(path)
+        if folder not in self.folders:
+            self.folders[folder] = Files(folder)
+        self.folders[folder].write(name, data.getvalue())
+        return {**record, "file_name": name, "sha256": hashlib.sha256(data.getvalue()).hexdigest()}
 
 
 def make_items(images: list[tuple[str, dict[str, Any], dict[str, Any]]], batch_size: int) -> list[dict[str, Any]]:
@@ -106,41 +122,52 @@ def make_items(images: list[tuple[str, dict[str, Any], dict[str, Any]]], batch_s
     ]
 
 
+def make_copies(model: dict[str, Any]) -> dict[str, str | None]:
+    """Return {"model_dir", "checkpoint"} of a model as folders on this node's disk."""
+    return {name: model[name] and str(local_copy(model[name])) for name in LOCATIONS}
+
+
+@uris_in_errors()
 def check_model_and_sampler(model: dict[str, Any], sampler: dict[str, Any]) -> None:
     """Raise BadInput or CheckFailed unless a model's files are whole and it can draw with the sampler's settings.
 
     If only one of height and width is given, sets the other one in `sampler` to the model's own.
     """
-    index = check_pipeline(model["model_dir"])
+    model_dir, folder = make_copies(model).values()
+    assert model_dir is not None, "a model has a folder"
+    index = check_pipeline(model_dir)
     if sampler["sampler"] == "dpm++" and "FlowMatch" in (scheduler := index["scheduler"][1]):
-        raise BadInput(f"--sampler dpm++ cannot replace the {scheduler} of {model['model_dir']}: use --sampler model")
+        raise BadInput(f"--sampler dpm++ cannot replace the {scheduler} of {model_dir}: use --sampler model")
     if sampler["height"] or sampler["width"]:  # Diffusers ignores one without the other
         for name in ("height", "width"):
-            sampler[name] = sampler[name] or model_resolution(model["model_dir"])
-            check_resolution(model["model_dir"], f"--{name}", sampler[name])
-    folder = model["checkpoint"]
+            sampler[name] = sampler[name] or model_resolution(model_dir)
+            check_resolution(model_dir, f"--{name}", sampler[name])
     replaced = [name for name in components(index) if folder and (Path(folder) / name).is_dir()]
     for name in replaced:
-        check_component(Path(folder), name, index[name][1], "--checkpoint")
+        check_component(Path(str(folder)), name, index[name][1], "--checkpoint")
     if folder and not replaced:
         raise BadInput(f"--checkpoint {folder} contains no component of the model: pass a checkpoint-... folder")
 
 
 @dataclass
 class _Folder:
-    """One image folder of draw_folders, with {file name: record} of all wanted images and of those that exist."""
+    """One image folder of draw_folders, with {file name: record} of all wanted images and of those that exist.
 
-    path: Path
+    versions: of the files when they were looked at.
+    """
+
+    location: str
     model: dict[str, Any]
     wanted: dict[str, dict[str, Any]]
     records: dict[str, dict[str, Any]]
+    versions: dict[str, Any]
 
     def __post_init__(self):
         self.missing = {name: record for name, record in self.wanted.items() if name not in self.records}
 
     def is_finished(self) -> bool:
         """Return whether all wanted images exist and metadata.jsonl lists them."""
-        return not self.missing and self.records.items() <= read_metadata(self.path).items()
+        return not self.missing and self.records.items() <= read_metadata(self.location).items()
 
 
 def draw_folder(
@@ -171,48 +198,60 @@ def draw_folders(
     model: model_dir, checkpoint (or None), mixed_precision, safety_checker.
     sampler: the settings in SAMPLER, checked by `check_model_and_sampler`.
     pool: batch_size, and the keyword arguments of map_on_actors.
-    All folders are checked and locked before the first image is drawn.
+    Folders are given by path or URI. All are checked and locked before the first image is drawn.
     """
-    folders, unfinished = [_look_into(job, seed, sampler, overwrite) for job in jobs], []
-    for folder in folders:
-        if folder.is_finished():
-            say(f"{folder.path}: all {len(folder.wanted)} images exist")
-        else:
-            unfinished.append(folder)
+    folders, held = [_look_into(job, seed, sampler, overwrite) for job in jobs], {}
     with contextlib.ExitStack() as stack:
-        for folder in unfinished:
-            stack.enter_context(lock(folder.path / ".lock"))
-            for path in folder.path.glob(".*.tmp"):  # files that a killed run left
-                path.unlink()
+        for i, folder in enumerate(folders):
+            if folder.is_finished():
+                say(f"{folder.location}: all {len(folder.wanted)} images exist")
+                continue
+            held[folder.location] = stack.enter_context(lock(folder.location))
+            if Files(folder.location).versions() != folder.versions:  # another run drew there until now
+                folders[i] = _look_into(jobs[i], seed, sampler, overwrite)
+            _remove_left_files(folder.location)
+        unfinished = [folder for folder in folders if folder.location in held]
         _check_needs([folder for folder in unfinished if folder.missing])
-        for folder in unfinished:
-            stack.callback(write_metadata, folder.path, folder.records)  # also if drawing fails
+        for folder in unfinished:  # also if drawing fails
+            stack.callback(write_metadata, folder.location, folder.records, held[folder.location])
         if unfinished:
-            _draw_missing(unfinished, **pool)
+            _draw_missing(unfinished, held, **pool)
     return [(len(folder.missing), folder.records) for folder in folders]
 
 
 def _look_into(job, seed: int, sampler: dict[str, Any], overwrite: bool) -> _Folder:
     """Return the _Folder of a job, with absolute paths; raise BadInput if it is not writable or has other settings."""
     output_dir, prompts, count, model = job
-    output_dir = Path(output_dir).resolve()
-    model = {**model, **{name: str(Path(model[name]).resolve()) for name in ("model_dir", "checkpoint") if model[name]}}
+    output_dir = absolute(output_dir)
+    model = {**model, **{name: absolute(model[name]) for name in LOCATIONS if model[name]}}
+    copies = make_copies(model)
     check_writable(output_dir, "--output_dir")
-    wanted = wanted_images(prompts, count, seed, model, sampler)
-    return _Folder(output_dir, model, wanted, whole_images(output_dir, wanted, overwrite))
+    wanted = wanted_images(prompts, count, seed, {**model, **copies}, sampler)
+    versions = Files(output_dir).versions()
+    records = whole_images(output_dir, wanted, overwrite)
+    return _Folder(output_dir, {**model, "copies": copies}, wanted, records, versions)
 
 
+def _remove_left_files(location: str) -> None:
+    """Delete the files that a killed run left half written; a store has none."""
+    for path in [] if is_remote(location) else Path(location).glob(".*.tmp"):
+        path.unlink()
+
+
+@uris_in_errors()
 def _check_needs(folders: list[_Folder]) -> None:
     """Check the free disk space and the models' files before any model is loaded; warn of truncated prompts."""
     needs, models, said = [], {}, {}
     for folder in folders:
-        side = model_resolution(folder.model["model_dir"])
+        copies = folder.model["copies"]
+        side = model_resolution(copies["model_dir"])
         images = folder.missing.values()
         sizes = [3 * (record["height"] or side) * (record["width"] or side) + 4096 for record in images]
-        needs.append(("--output_dir", folder.path, sum(sizes)))  # upper bound of the PNG files, in bytes
-        models |= dict.fromkeys(filter(None, (folder.model["model_dir"], folder.model["checkpoint"])))
+        if not is_remote(folder.location):
+            needs.append(("--output_dir", folder.location, sum(sizes)))  # upper bound of the PNG files, in bytes
+        models |= dict.fromkeys(filter(None, copies.values()))
         texts = dict.fromkeys(text for each in images for text in (each["text"], each["negative_prompt"]))
-        said.setdefault(folder.model["model_dir"], {}).update(texts)
+        said.setdefault(copies["model_dir"], {}).update(texts)
     check_space(needs)
     for model_dir in models:
         check_model(model_dir)
@@ -220,16 +259,20 @@ def _check_needs(folders: list[_Folder]) -> None:
         say_what_is_cut(model_dir, texts)
 
 
-def _draw_missing(folders: list[_Folder], batch_size: int, **pool: Any) -> None:
+def _draw_missing(folders: list[_Folder], held: dict[str, Held], batch_size: int, **pool: Any) -> None:
     """Draw the missing images of the folders and add them to their records."""
-    images = [(str(each.path / name), each.model, record) for each in folders for name, record in each.missing.items()]
-    records = {folder.path: folder.records for folder in folders}
+    images = [
+        (join_name(each.location, name), each.model, record)
+        for each in folders
+        for name, record in each.missing.items()
+    ]
+    records = {folder.location: folder.records for folder in folders}
     flagged = []
     with Progress("draw", len(images), "images") as progress:
-        for result in map_on_actors(ImageDrawer, {}, make_items(images, batch_size), **pool):
+        for result in map_on_actors(ImageDrawer, {"held": held}, make_items(images, batch_size), **pool):
             drawn = json.loads(result["records"])
             for path, record in drawn.items():
-                records[Path(path).parent][record["file_name"]] = record
+                records[split(path)[0]][record["file_name"]] = record
             flagged += json.loads(result["flagged"])
             progress.update(len(drawn))
     if flagged:

@@ -19,7 +19,7 @@ from fake_hub import running_hub
 from PIL import Image
 from tiny_models import RESOLUTION, make_tiny_model
 
-from common import cli, messages
+from common import cache, cli, messages
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # start_ray sets it too, but tests import ray before
@@ -296,6 +296,14 @@ def s3(s3_server, s3_keys, tmp_path):
     bucket = "b" + "".join(letter if letter.isalnum() else "-" for letter in tmp_path.name.lower()).strip("-")[-40:]
     urllib.request.urlopen(urllib.request.Request(f"{s3_server}/{bucket}", method="PUT")).close()
     return lambda path: f"s3://{bucket}/{path}?endpoint_override={s3_server}"
+
+
+@pytest.fixture
+def node_cache(tmp_path, monkeypatch):
+    """The cache of local copies, empty, as on another node."""
+    monkeypatch.setenv("DREAMBOOTH_CACHE", str(tmp_path / "node-cache"))
+    monkeypatch.setattr(cache, "_used", {})
+    return tmp_path / "node-cache"
 
 
 @pytest.fixture

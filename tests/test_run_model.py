@@ -214,7 +214,7 @@ def test_the_pool_is_as_asked_for(draw, monkeypatch, text, size):
     monkeypatch.setattr(drawing, "map_on_actors", lambda *args, **pool: asked.update(pool) or [])
     draw("--num_workers", text, "--address", "ray://x:1", "--cpus_per_worker", 0.5, "--gpus_per_worker", 0.25)
     place = {"address": "ray://x:1", "insecure_cluster": False, "cpus_per_worker": 0.5, "gpus_per_worker": 0.25}
-    assert asked == {"num_workers": size, "max_failures": 3, **place}
+    assert asked == {"num_workers": size, "max_failures": 3, "start_timeout": 1800, **place}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -109,10 +109,10 @@ def test_a_fault_leaves_every_folder_with_its_list(jobs, drawn, tmp_path):
 def test_a_list_that_cannot_be_written_does_not_keep_the_others_from_theirs(jobs, drawn, monkeypatch):
     write_metadata = drawing.write_metadata
 
-    def write(folder, records):
-        if folder == jobs[1][0]:
-            raise OSError(28, "No space left on device", str(folder))
-        write_metadata(folder, records)
+    def write(folder, *rest):
+        if folder == str(jobs[1][0]):
+            raise OSError(28, "No space left on device", folder)
+        write_metadata(folder, *rest)
 
     monkeypatch.setattr(drawing, "write_metadata", write)
     with pytest.raises(OSError, match="No space"):
