@@ -3,7 +3,7 @@
 Reads both models, the subject's photos and class images of the base model; draws the missing images and writes
 evaluation.json and report.html to --output_dir. To resume, run the same command again: no image is drawn twice. The
 measures follow DreamBooth (arXiv 2208.12242, section 4); prompts/objects.txt and prompts/living.txt are its 25 prompts
-each, from its data set (CC-BY 4.0).
+each, from its data set (CC-BY 4.0). Folders may be URIs such as s3://bucket/images.
 
     python evaluate.py --model_dir data/model-tuned --base_model_dir models/emoji-64 \\
         --instance_images_dir assets/subject --class_images_dir data/images-reg \\
@@ -22,23 +22,27 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from common import cli, folders, messages
+from common import cli, folders, messages, targets
 from common.errors import ToolError
 from common.images import check_images, find_images
+from common.objects import uris_in_errors
+from common.storage import absolute
 from evaluation.checks import check_counts, check_family, compare_class_images
 from evaluation.encoders import digest_encoder, find_encoder
 from evaluation.measures import MEASURES
 from evaluation.pictures import draw_sets, measure_sets
-from evaluation.report import write_report
+from evaluation.report import make_report
 from evaluation.subject import Prompts, find_subject, read_templates
-from pipelines.drawing import check_model_and_sampler
+from pipelines.configs import base_name
+from pipelines.drawing import check_model_and_sampler, make_copies
 from pipelines.model_folder import check_pipeline, digest_model
 from pipelines.samplers import SAMPLER, add_sampler_flags
 
 RESULT, REPORT = "evaluation.json", "report.html"
+DRAWN = ("images-tuned", "images-base", "class-tuned")  # folders of images
+MODEL_FLAGS = {"tuned": "model_dir", "base": "base_model_dir"}
 LIMITS = {"high": "--fail_under", "low": "--fail_above"}  # for measures where high, or low, is better
 # Flags that determine the result.
 SETTINGS = """
@@ -67,10 +71,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _add_input_flags(parser):
     group = parser.add_argument_group("models and images")
-    group.add_argument("--model_dir", required=True, help="folder of the tuned pipeline that train.py wrote")
-    group.add_argument("--base_model_dir", required=True, help="folder of the model that was tuned")
-    group.add_argument("--instance_images_dir", required=True, help="folder of the subject's photos")
-    group.add_argument("--class_images_dir", required=True, help="folder of class images that the base model drew")
+    group.add_argument("--model_dir", required=True, help="folder, or URI, of the tuned pipeline that train.py wrote")
+    group.add_argument("--base_model_dir", required=True, help="folder, or URI, of the model that was tuned")
+    group.add_argument("--instance_images_dir", required=True, help="folder, or URI, of the subject's photos")
+    group.add_argument(
+        "--class_images_dir", required=True, help="folder, or URI, of class images that the base model drew"
+    )
     group.add_argument("--skip_bad_images", action="store_true", help="skip image files that cannot be read")
     group.add_argument("--no_safety_checker", action="store_true", help="turn off the safety checker of the models")
 
@@ -88,7 +94,9 @@ def _add_input_flags(parser):
 
 def _add_picture_flags(parser):
     group = parser.add_argument_group("images")
-    group.add_argument("--output_dir", required=True, help="folder for the images, the measures and the report")
+    group.add_argument(
+        "--output_dir", required=True, help="folder, or URI, for the images, the measures and the report"
+    )
     group.add_argument("--overwrite", action="store_true", help="replace an evaluation that has other settings")
     samples_help = "images to draw for each prompt with each model"
     group.add_argument("--num_samples_per_prompt", type=cli.positive_int, default=4, help=samples_help)
@@ -101,9 +109,9 @@ def _add_picture_flags(parser):
 
 def _add_measuring_flags(parser):
     group = parser.add_argument_group("measuring")
-    clip_help = "CLIP model: name on the Hugging Face Hub, or folder"
+    clip_help = "CLIP model: name on the Hugging Face Hub, folder, or URI"
     group.add_argument("--clip_model", default="openai/clip-vit-base-patch32", help=clip_help)
-    dino_help = "DINO model: name on the Hugging Face Hub, or folder; none: measure without DINO"
+    dino_help = "DINO model: name on the Hugging Face Hub, folder, or URI; none: measure without DINO"
     group.add_argument("--dino_model", default="facebook/dino-vits16", help=dino_help)
     memorised_help = "cosine similarity to a photo above which an image counts as memorised"
     group.add_argument("--memorised_above", type=cli.fraction, default=0.95, help=memorised_help)
@@ -141,12 +149,13 @@ def _limit(better, text):
 class Plan:
     """The checked inputs of an evaluation.
 
-    sampler: values of SAMPLER; clip_dir, dino_dir: folders of the encoders; settings: all that determines the result,
-    as evaluation.json repeats it.
+    sampler: values of SAMPLER; models: "tuned" and "base", as draw_folders takes them; clip_dir, dino_dir: folders of
+    the encoders on this node; settings: all that determines the result, as evaluation.json repeats it.
     """
 
     prompts: Prompts
     sampler: dict[str, Any]
+    models: dict[str, dict[str, Any]]
     clip_dir: str
     dino_dir: str | None
     settings: dict[str, Any]
@@ -157,26 +166,31 @@ def make_plan(args: argparse.Namespace) -> Plan:
     subject, class_name = find_subject(args.instance_prompt, args.class_prompt, args.unique_token, args.class_name)
     templates = read_templates(args.prompts_file, args.instance_prompt, subject)
     sampler = {name: getattr(args, name) for name in SAMPLER}
-    for flag in ("base_model_dir", "model_dir"):
-        check_pipeline(getattr(args, flag), f"--{flag}")
-        check_model_and_sampler(model_of(args, getattr(args, flag)), sampler)
-    check_family(args.base_model_dir, args.model_dir)
+    models = {name: model_of(args, getattr(args, flag)) for name, flag in MODEL_FLAGS.items()}
+    for name in ("base", "tuned"):
+        check_pipeline(folder_of(models[name]), f"--{MODEL_FLAGS[name]}")
+        check_model_and_sampler(models[name], sampler)
+    check_family(folder_of(models["base"]), folder_of(models["tuned"]))
     settings = {**{name: getattr(args, name) for name in SETTINGS}, **sampler}
     settings["prompts"] = folders.digest_values(templates)
     for flag in ("instance_images_dir", "class_images_dir"):
         settings[flag] = folders.digest_files(find_images(getattr(args, flag), f"--{flag}")[0])
-    for flag in ("base_model_dir", "model_dir"):
-        settings[flag] = digest_model(getattr(args, flag))
+    settings |= {flag: digest_model(folder_of(models[name])) for name, flag in MODEL_FLAGS.items()}
     clip_dir = find_encoder(args.clip_model, "--clip_model")
     dino_dir = None if args.dino_model == "none" else find_encoder(args.dino_model, "--dino_model")
     settings |= {"clip": digest_encoder(clip_dir), "dino": dino_dir and digest_encoder(dino_dir)}
-    return Plan(Prompts(subject, class_name, tuple(templates)), sampler, clip_dir, dino_dir, settings)
+    return Plan(Prompts(subject, class_name, tuple(templates)), sampler, models, clip_dir, dino_dir, settings)
 
 
 def model_of(args: argparse.Namespace, model_dir: str) -> dict[str, Any]:
     """Return a model as draw_folders takes it."""
     model = {"model_dir": model_dir, "checkpoint": None, "mixed_precision": args.mixed_precision}
-    return {**model, "safety_checker": not args.no_safety_checker}
+    return {**model, "safety_checker": not args.no_safety_checker, "copies": make_copies(model)}
+
+
+def folder_of(model: dict[str, Any]) -> str:
+    """Return the folder of a model on this node."""
+    return model["copies"]["model_dir"]
 
 
 def find_finished(output_dir: str, settings: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
@@ -184,9 +198,9 @@ def find_finished(output_dir: str, settings: dict[str, Any], overwrite: bool) ->
 
     Raises BadInput if the folder holds an evaluation with other settings, unless `overwrite`.
     """
-    evaluation = folders.read_json(Path(output_dir) / RESULT)
+    evaluation = targets.read_json(output_dir, RESULT)
     earlier = evaluation.get("settings")
-    if earlier == settings and (Path(output_dir) / REPORT).is_file():
+    if earlier == settings and REPORT in targets.Files(output_dir).versions():
         return evaluation
     if earlier is not None and not overwrite:
         folders.check_same_settings(settings, earlier, f"--output_dir {output_dir}")
@@ -209,35 +223,41 @@ def check_limits(
 # The evaluation
 
 
+def find_pictures(location: str, flag: str, skip_bad: bool) -> list[str]:
+    """Return the locations of the usable images of a folder; raise BadInput if one cannot be read."""
+    return [targets.join_name(location, path.name) for path in check_images(location, flag, skip_bad)]
+
+
 def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """Draw, embed and measure; write the report and evaluation.json, and return the latter."""
-    photos = check_images(args.instance_images_dir, "--instance_images_dir", args.skip_bad_images)
-    class_images = check_images(args.class_images_dir, "--class_images_dir", args.skip_bad_images)
+    photos = find_pictures(args.instance_images_dir, "--instance_images_dir", args.skip_bad_images)
+    class_images = find_pictures(args.class_images_dir, "--class_images_dir", args.skip_bad_images)
     prompts = plan.prompts
     check_counts(args, len(photos), len(class_images), len(prompts.templates))
     class_images = class_images[: args.num_class_images]
-    drawn_as = {**plan.sampler, "model": digest_model(args.base_model_dir), "text": args.class_prompt}
+    drawn_as = {**plan.sampler, "model": plan.settings["base_model_dir"], "text": args.class_prompt}
     notes = compare_class_images(args.class_images_dir, drawn_as)
     for note in notes:
         messages.say(f"warning: {note}")
 
-    output_dir = Path(args.output_dir)
-    tuned, base = model_of(args, args.model_dir), model_of(args, args.base_model_dir)
+    folder = {name: targets.join_name(args.output_dir, name) for name in (*DRAWN, REPORT)}
+    tuned, base = plan.models["tuned"], plan.models["base"]
     wanted = {
-        "tuned": (output_dir / "images-tuned", prompts.of_subject, args.num_samples_per_prompt, tuned),
-        "base": (output_dir / "images-base", prompts.of_subject, args.num_samples_per_prompt, base),
-        "class_tuned": (output_dir / "class-tuned", [args.class_prompt], len(class_images), tuned),
+        "tuned": (folder["images-tuned"], prompts.of_subject, args.num_samples_per_prompt, tuned),
+        "base": (folder["images-base"], prompts.of_subject, args.num_samples_per_prompt, base),
+        "class_tuned": (folder["class-tuned"], [args.class_prompt], len(class_images), tuned),
     }
     pool = {"num_workers": args.num_workers, **cli.placement(args)}
-    with folders.lock(output_dir / folders.LOCK):
-        (output_dir / RESULT).unlink(missing_ok=True)  # its images may be replaced now
+    with targets.lock(args.output_dir) as held:
+        output = targets.Files(args.output_dir, held)
+        output.delete(RESULT)  # its images may be replaced now
         drawn, sets = draw_sets(wanted, args.seed, plan.sampler, args.overwrite, batch_size=args.batch_size, **pool)
         sets |= {"photos": photos, "class_base": class_images}
         encoders = (plan.clip_dir, plan.dino_dir)
         measures, found = measure_sets(sets, prompts.of_class, *encoders, args.memorised_above, args.seed, **pool)
         evaluation = {
-            "output_dir": str(output_dir),
-            "report": str(output_dir / REPORT),
+            "output_dir": args.output_dir,
+            "report": folder[REPORT],
             "drawn": drawn,
             "pictures": {name: len(paths) for name, paths in sets.items()},
             "encoders": {"clip": args.clip_model, "dino": args.dino_model if plan.dino_dir else None},
@@ -245,17 +265,18 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
             "settings": plan.settings,
             "details": {"subject": prompts.subject, "prompts": prompts.of_subject, "notes": notes, "nearest": found},
         }
-        models = {"tuned": args.model_dir, "base": args.base_model_dir}
-        write_report(output_dir / REPORT, evaluation, sets, models, args.command)
-        folders.write_json(output_dir / RESULT, evaluation)
+        names = {name: base_name(folder_of(model), model["model_dir"]) for name, model in plan.models.items()}
+        output.write(REPORT, make_report(evaluation, sets, folder_of(tuned), names, args.command).encode())
+        targets.write_json(args.output_dir, RESULT, evaluation, held)
     return evaluation
 
 
+@uris_in_errors()
 def main(args: argparse.Namespace) -> None:
     """Check everything, evaluate unless that is done already, print the measures, and check their limits."""
     for name in ("model_dir", "base_model_dir", "instance_images_dir", "class_images_dir", "output_dir"):
-        setattr(args, name, str(Path(getattr(args, name)).resolve()))
-    folders.check_writable(args.output_dir, "--output_dir")
+        setattr(args, name, absolute(getattr(args, name)))
+    targets.check_writable(args.output_dir, "--output_dir")
     plan = make_plan(args)
     evaluation = find_finished(args.output_dir, plan.settings, args.overwrite)
     if evaluation is None:

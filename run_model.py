@@ -24,7 +24,7 @@ from common.cli import (
 from common.errors import BadInput
 from common.messages import print_result
 from common.storage import absolute
-from pipelines.drawing import check_model_and_sampler, draw_folder
+from pipelines.drawing import check_model_and_sampler, draw_folder, make_copies
 from pipelines.prompts import read_prompts_file, unique_prompts
 from pipelines.samplers import SAMPLER, add_sampler_flags
 
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
     """Draw the requested images that are missing."""
     prompts = read_prompts(args)
     model = {name: getattr(args, name) for name in ("model_dir", "checkpoint", "mixed_precision")}
-    model["safety_checker"] = not args.no_safety_checker
+    model |= {"safety_checker": not args.no_safety_checker, "copies": make_copies(model)}
     sampler = {name: getattr(args, name) for name in SAMPLER}
     check_model_and_sampler(model, sampler)
     pool = {"batch_size": args.batch_size, "num_workers": args.num_workers, **placement(args)}

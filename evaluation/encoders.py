@@ -6,18 +6,22 @@ import contextlib
 import fnmatch
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from common.actors import map_on_actors
+from common.cluster import start_ray
 from common.errors import BadInput, CheckFailed, TryAgain
-from common.folders import SHA256, digest_files, read_manifest
-from common.images import read_image
+from common.folders import MANIFEST, SHA256, digest_files, read_manifest
+from common.images import read_image_at
 from common.messages import Progress
 from common.no_gc import no_gc
+from common.objects import local_copy
+from common.storage import is_remote
+from evaluation.sending import Sent, send
 from pipelines.configs import Config, read_json_file
 from pipelines.loading import set_up_torch
 from pipelines.model_folder import check_safetensors
@@ -38,12 +42,12 @@ DINO_MEAN, DINO_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNe
 
 
 def find_encoder(name: str, flag: str) -> str:
-    """Return the folder of an encoder: `name` is a folder, or a repository in the Hub cache or on the Hub.
+    """Return the folder of an encoder: `name` is a folder, a URI, or a repository in the Hub cache or on the Hub.
 
     flag: the flag that gave the name. Raises BadInput if there is no such encoder or it has no safetensors, CheckFailed
     if its weights are damaged, TryAgain if the Hub cannot be reached.
     """
-    folder = Path(name).expanduser()
+    folder = local_copy(name) if is_remote(name) else Path(name).expanduser()
     if not folder.is_dir():
         if name.startswith(("/", ".", "~")) or name.count("/") != 1:
             raise BadInput(f"{flag} {name} is neither a folder nor ORGANISATION/NAME on the Hugging Face Hub: check it")
@@ -140,8 +144,7 @@ def digest_encoder(folder: str | Path) -> str:
     """Return one sha256 of an encoder's files; hashes in a manifest or in the Hub cache are not computed again."""
     folder = Path(folder)
     facts = (read_manifest(folder) or {"files": {}})["files"]
-    known = {}
-    paths = [path for pattern in FILES for path in folder.glob(pattern) if path.name != "manifest.json"]
+    known, paths = {}, _files(folder)
     for path in paths:
         blob = os.path.basename(os.path.realpath(path))
         if path.name in facts:
@@ -149,6 +152,10 @@ def digest_encoder(folder: str | Path) -> str:
         elif SHA256.fullmatch(blob):
             known[path] = blob
     return digest_files(paths, known=known)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for pattern in FILES for path in folder.glob(pattern) if path.name != MANIFEST]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,7 +196,7 @@ class Encoder:
         return {"name": item["name"], "start": item["start"], "embeds": embeds.float().cpu().numpy()}
 
     def _pictures(self, paths: list[str]) -> torch.Tensor:
-        pixel_values = self.processor([read_image(path) for path in paths], return_tensors="pt")["pixel_values"]
+        pixel_values = self.processor([read_image_at(path) for path in paths], return_tensors="pt")["pixel_values"]
         pixel_values = pixel_values.to(self.device)  # B 3 H W
         if not self.is_clip:
             return self.model(pixel_values).last_hidden_state[:, 0]  # B D: the class token
@@ -214,25 +221,38 @@ def load_processor(model_dir: str | Path, is_clip: bool, config: Any) -> Any:
 
 
 class Encoders:
-    """Embeds with several encoders, each loaded at its first item and kept; runs in an actor."""
+    """Embeds with several encoders, each loaded at its first item and kept; runs in an actor.
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        self.num_threads = num_threads
+    sent: {folder: the files} of those whose folder is on the driver's node.
+    """
+
+    def __init__(self, num_threads: int | None = None, sent: dict[str, Sent] | None = None) -> None:
+        self.num_threads, self.sent = num_threads, sent or {}
         self.encoders: dict[str, Encoder] = {}
 
     def __call__(self, item: dict[str, Any]) -> dict[str, Any]:
         """Return the embeddings of an item by the encoder in the folder item["encoder"], with the item's "job"."""
         folder = item["encoder"]
         if folder not in self.encoders:
+            here = str(self.sent[folder].receive()) if folder in self.sent else folder
             with no_gc():
-                self.encoders[folder] = Encoder(folder, self.num_threads)
+                self.encoders[folder] = Encoder(here, self.num_threads)
         return {"job": item["job"], **self.encoders[folder](item)}
 
 
-def embed(jobs: Sequence[tuple[str, dict[str, list[Path]], Sequence[str]]], **pool: Any) -> list[dict[str, np.ndarray]]:
+def send_to_cluster(encoders: Iterable[str], pool: dict[str, Any]) -> dict[str, Sent]:
+    """Return {folder: what was sent} of encoders if a pool is on a cluster, whose nodes lack the driver's folders."""
+    if pool["num_workers"] == 0 or start_ray(pool.get("address"), pool.get("insecure_cluster", False)).is_local:
+        return {}
+    return {folder: send(_files(Path(folder)), digest_encoder(folder)) for folder in dict.fromkeys(encoders)}
+
+
+def embed(
+    jobs: Sequence[tuple[str, Mapping[str, Sequence[str | Path]], Sequence[str]]], **pool: Any
+) -> list[dict[str, np.ndarray]]:
     """Run several encoders on one pool of actors; return {name: embeddings [N, D] float32} for each job.
 
-    jobs: (folder of an encoder, {name: paths of pictures}, texts) each; texts are embedded under the name "texts".
+    jobs: (folder of an encoder, {name: paths or URIs of pictures}, texts) each; texts are embedded as "texts".
     pool: num_workers and the placement options of map_on_actors.
     Raises CheckFailed if an embedding is not finite.
     """
@@ -246,8 +266,9 @@ def embed(jobs: Sequence[tuple[str, dict[str, list[Path]], Sequence[str]]], **po
     ]
     found: list[dict[tuple[str, int], np.ndarray]] = [{} for _ in jobs]
     total = sum(sum(map(len, sets.values())) + len(texts) for _, sets, texts in jobs)
+    sent = send_to_cluster((folder for folder, _, _ in jobs), pool)
     with Progress("embed", total, "images and prompts") as progress:
-        for result in map_on_actors(Encoders, {}, items, **pool):
+        for result in map_on_actors(Encoders, {"sent": sent}, items, **pool):
             found[result["job"]][result["name"], result["start"]] = result["embeds"]
             progress.update(len(result["embeds"]))
     return [_join(folder, parts) for (folder, _, _), parts in zip(jobs, found, strict=True)]

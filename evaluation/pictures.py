@@ -1,19 +1,20 @@
 """Sets of pictures: draws the missing ones with both models, embeds all of them, and measures the embeddings."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from common.storage import split
+from common.targets import join_name
 from evaluation.encoders import embed
 from evaluation.measures import measure, nearest
 from pipelines.drawing import draw_folders
 from pipelines.image_folder import image_name
 
-Sets = dict[str, list[Path]]  # paths of the pictures in each set, prompt by prompt
+Sets = dict[str, list[str]]  # paths or URIs of the pictures in each set, prompt by prompt
 
 
 def draw_sets(
-    wanted: dict[str, tuple[Path, list[str], int, dict[str, Any]]],
+    wanted: dict[str, tuple[str, list[str], int, dict[str, Any]]],
     seed: int,
     sampler: dict[str, Any],
     overwrite: bool,
@@ -25,7 +26,7 @@ def draw_sets(
     pool: batch_size, num_workers and the placement options of draw_folders.
     """
     sets = {
-        name: [folder / image_name(prompt, index) for prompt in prompts for index in range(count)]
+        name: [join_name(folder, image_name(prompt, index)) for prompt in prompts for index in range(count)]
         for name, (folder, prompts, count, _) in wanted.items()
     }
     drawn = draw_folders(list(wanted.values()), seed, sampler, overwrite, **pool)
@@ -56,5 +57,5 @@ def measure_sets(
     encoded, photos, found = dino or clip, sets["photos"], {}
     for name in ("tuned", "base"):
         numbers, values = nearest(encoded[name], encoded["photos"])
-        found[name] = [(photos[i].name, round(float(v), 4)) for i, v in zip(numbers, values, strict=True)]
+        found[name] = [(split(photos[i])[1], round(float(v), 4)) for i, v in zip(numbers, values, strict=True)]
     return measures, found

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from common.folders import SHA256, read_json_lines, write_bytes
-from common.images import read_image
+from common.folders import SHA256, read_json_lines
+from common.images import read_image_at
+from common.storage import split
 from evaluation.measures import MEASURES, Estimate, are_apart
-from pipelines.configs import base_name
 from pipelines.model_folder import TRAINING_LOG, VALIDATION_STRIP
 
 TEMPLATE = "report.html.jinja"
@@ -26,17 +26,18 @@ SMOOTHED = 10  # the loss is smoothed over a tenth of the logged steps
 FAINT, DARK = "#a9b8cf", "#1d4f91"
 
 
-def write_report(
-    path: Path,
+def make_report(
     evaluation: dict[str, Any],
-    sets: dict[str, list[Path]],
+    sets: dict[str, list[str]],
+    tuned_dir: str | Path,
     models: dict[str, str],
     command: Sequence[str],
-) -> None:
-    """Write the report.html of an evaluation.
+) -> str:
+    """Return the report.html of an evaluation.
 
-    evaluation: the contents of evaluation.json; sets: paths of the pictures in each set, prompt by prompt;
-    models: folders of "tuned" and "base"; command: the words of the command line.
+    evaluation: the contents of evaluation.json; sets: paths or URIs of the pictures in each set, prompt by prompt;
+    tuned_dir: folder of the tuned model on this node; models: names of "tuned" and "base"; command: the words of the
+    command line.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -44,19 +45,18 @@ def write_report(
     here = Path(__file__).resolve().parent
     options = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     template = Environment(loader=FileSystemLoader(here), **options).get_template(TEMPLATE)
-    page = template.render(
+    return template.render(
         details=evaluation["details"],
         rows=measure_rows(evaluation["measures"]),
         encoders=evaluation["encoders"],
         memorised_above=evaluation["settings"]["memorised_above"],
-        models={name: base_name(folder) for name, folder in models.items()},
+        models=models,
         settings={name: shorten(value) for name, value in shown.items()},
         command=format_command(command),
-        plot=plot_training(read_json_lines(Path(models["tuned"], TRAINING_LOG))),
-        strip=show_strip(Path(models["tuned"], VALIDATION_STRIP)),
+        plot=plot_training(read_json_lines(Path(tuned_dir, TRAINING_LOG))),
+        strip=show_strip(Path(tuned_dir, VALIDATION_STRIP)),
         **show_pictures(evaluation["details"], sets),
     )
-    write_bytes(path, page.encode())
 
 
 def shorten(value: Any) -> str:
@@ -102,17 +102,18 @@ def describe_change(tuned: Estimate, base: Estimate) -> str:
 # Pictures
 
 
-def show_pictures(details: dict[str, Any], sets: dict[str, list[Path]]) -> dict[str, Any]:
+def show_pictures(details: dict[str, Any], sets: dict[str, list[str]]) -> dict[str, Any]:
     """Return the pictures on the page, as from `show`: {"photos", "prompts", "classes", "closest"}."""
     nearest = details["nearest"]["tuned"]
     closest = sorted(range(len(nearest)), key=lambda i: (-nearest[i][1], i))[:SHOWN_CLOSEST]
     photos = sets["photos"][:SHOWN_PHOTOS]
+    named = [(path, split(path)[1]) for path in photos]
     classes = {name: sets[f"class_{name}"][:SHOWN_CLASS_IMAGES] for name in ("base", "tuned")}
     count = len(photos) + 2 * len(sets["tuned"]) + sum(map(len, classes.values())) + 2 * len(closest)
     side = next(side for most, side in SIDES if most is None or count <= most)
-    by_name = {path.name: path for path in sets["photos"]}
+    by_name = {split(path)[1]: path for path in sets["photos"]}
     return {
-        "photos": [show(path, f"Photo of the subject, {path.name}", side, name=path.name) for path in photos],
+        "photos": [show(path, f"Photo of the subject, {name}", side, name=name) for path, name in named],
         "prompts": show_prompts(details, sets, side),
         "classes": {
             model: [show(path, f"Class image {i} of the {model} model", side) for i, path in enumerate(paths, 1)]
@@ -130,7 +131,7 @@ def show_pictures(details: dict[str, Any], sets: dict[str, list[Path]]) -> dict[
     }
 
 
-def show_prompts(details: dict[str, Any], sets: dict[str, list[Path]], side: int) -> list[dict[str, Any]]:
+def show_prompts(details: dict[str, Any], sets: dict[str, list[str]], side: int) -> list[dict[str, Any]]:
     """Return {"text", "base": pictures, "tuned": pictures} of each prompt, with the nearest photo of each picture."""
     prompts = details["prompts"]
     per_prompt = len(sets["tuned"]) // len(prompts)
@@ -144,9 +145,9 @@ def show_prompts(details: dict[str, Any], sets: dict[str, list[Path]], side: int
     return shown
 
 
-def show(path: Path, alt: str, side: int, **more: Any) -> dict[str, Any]:
+def show(path: str | Path, alt: str, side: int, **more: Any) -> dict[str, Any]:
     """Return {"uri", "alt", **more} of a picture, scaled to at most `side` pixels, as WebP."""
-    image = read_image(path)
+    image = read_image_at(path)
     image.thumbnail((side, side))
     data = io.BytesIO()
     image.save(data, "WEBP", quality=QUALITY)

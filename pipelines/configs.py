@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from common import folders
 from common.errors import BadInput, CheckFailed
+from common.storage import is_remote
 
 
 def read_json_file(path: str | Path) -> dict[str, Any]:
@@ -110,16 +112,22 @@ def check_resolution(model_dir: str | Path, flag: str, value: int) -> None:
         raise BadInput(f"{flag} {value} is not a multiple of {multiple}, which the model requires: use {near}")
 
 
-def base_name(model_dir: str | Path) -> str:
-    """Return the name of a base model: its hub name if it is in a Hub cache, else its folder's name."""
+def base_name(model_dir: str | Path, location: str | Path | None = None) -> str:
+    """Return the name of a base model: that in its manifest, its hub name if it is in a Hub cache, or its folder's.
+
+    location: the path or URI that `model_dir` is the local copy of.
+    """
+    name = folders.read_json(Path(model_dir) / folders.MANIFEST).get("model_name")
     hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/", f"{model_dir}/")
-    return f"{hub[1]}/{hub[2]}" if hub else Path(model_dir).name
+    place = str(location or model_dir)
+    own = Path(place.partition("?")[0] if is_remote(place) else place).name
+    return name or (f"{hub[1]}/{hub[2]}" if hub else own)
 
 
 def base_revision(model_dir: str | Path) -> str | None:
-    """Return the commit hash of a base model in a Hub cache, or None for any other folder."""
+    """Return the commit hash of a base model, from its manifest or its path in a Hub cache, or None if it has none."""
     found = re.search(r"/snapshots/([0-9a-f]{40})", str(model_dir))
-    return found and found[1]
+    return folders.read_json(Path(model_dir) / folders.MANIFEST).get("revision") or (found and found[1])
 
 
 def base_license(model_dir: str | Path) -> str:

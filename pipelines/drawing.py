@@ -123,8 +123,11 @@ def make_items(images: list[tuple[str, dict[str, Any], dict[str, Any]]], batch_s
 
 
 def make_copies(model: dict[str, Any]) -> dict[str, str | None]:
-    """Return {"model_dir", "checkpoint"} of a model as folders on this node's disk."""
-    return {name: model[name] and str(local_copy(model[name])) for name in LOCATIONS}
+    """Return {"model_dir", "checkpoint"} of a model as folders on this node's disk, for its entry "copies".
+
+    With this entry, a model is refused from then on if its URI holds another one.
+    """
+    return model.get("copies") or {name: model[name] and str(local_copy(model[name])) for name in LOCATIONS}
 
 
 @uris_in_errors()
@@ -195,7 +198,7 @@ def draw_folders(
 
     Returns (number of images drawn, {file name: record} of all wanted images) for each folder.
     jobs: (output_dir, prompts, count, model) for `count` images per prompt; output folders must differ.
-    model: model_dir, checkpoint (or None), mixed_precision, safety_checker.
+    model: model_dir, checkpoint (or None), mixed_precision, safety_checker; optionally copies, as of make_copies.
     sampler: the settings in SAMPLER, checked by `check_model_and_sampler`.
     pool: batch_size, and the keyword arguments of map_on_actors.
     Folders are given by path or URI. All are checked and locked before the first image is drawn.

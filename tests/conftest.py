@@ -260,13 +260,15 @@ def drawn(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def ray_session():
+def ray_session(tmp_path_factory):
     """One local Ray for all tests that need it; the scripts find it running."""
     import ray
 
     from common.cluster import start_ray
 
-    start_ray("local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DREAMBOOTH_CACHE", str(tmp_path_factory.mktemp("cache-of-actors")))
+        start_ray("local")
     yield
     ray.shutdown()
 

@@ -14,9 +14,10 @@ import pytest
 from conftest import ROOT, last_json, make_photos, tree
 from tiny_models import make_tiny_clip, make_tiny_dino
 
-from common import errors
+from common import errors, objects, targets
 from common.actors import map_on_actors
 from common.folders import lock
+from common.stores import Store
 from evaluate import main, parse_args
 from evaluation import pictures
 from evaluation.measures import MEASURES
@@ -292,6 +293,55 @@ def test_an_overwriting_that_fails_leaves_no_result_of_before(run, flags, monkey
 def test_another_run_holds_the_folder(run, nothing_runs, tmp_path):
     with lock(tmp_path / "out" / ".lock"), pytest.raises(errors.TryAgain):
         run()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Object stores
+
+
+@pytest.fixture
+def in_store(flags, s3, node_cache):
+    """The flags of the folders and the encoders as URIs."""
+    names = ("model_dir", "base_model_dir", "instance_images_dir", "class_images_dir", "clip_model", "dino_model")
+    for name in names:
+        objects.upload_folder(flags[name], s3(name))
+    return {name: s3(name) for name in (*names, "output_dir")}
+
+
+def test_an_evaluation_in_a_store_is_that_of_a_disk(run, in_store, finished, s3, monkeypatch):
+    result = run(**in_store)
+    assert result["output_dir"] == s3("output_dir") and result["report"] == s3("output_dir/report.html")
+    found = {name: Store(s3("output_dir")).read(name) for name in Store(s3("output_dir")).list()}
+    on_disk = {name: content for name, (content, _) in tree(finished).items()}
+    pictures = {name for name in on_disk if name.endswith((".png", "metadata.jsonl"))}
+    assert all(found[name] == on_disk[name] for name in pictures) and len(pictures) == 13 + 3
+    here, there = (json.loads(files["evaluation.json"]) for files in (on_disk, found))
+    for name in ("measures", "settings", "details", "pictures"):
+        assert there[name] == here[name]
+    page = found["report.html"].decode()
+    assert "Tuned model <b>model_dir</b>, base model <b>base_model_dir</b>" in page and "file:" not in page
+
+    before = Store(s3("output_dir")).list()
+    let_nothing_run(monkeypatch)
+    assert run(**in_store) == {**result, "drawn": 0}
+    assert Store(s3("output_dir")).list() == before
+
+
+def test_runs_on_one_store_exclude_each_other(run, in_store, nothing_runs, s3):
+    with targets.lock(s3("output_dir")), pytest.raises(errors.TryAgain, match="is in use by process"):
+        run(**in_store)
+    assert [name for name in Store(s3("output_dir")).list() if name[0] != "."] == []
+
+
+def test_bad_folders_in_a_store_are_named_by_their_uri(run, in_store, nothing_runs, s3):
+    with pytest.raises(errors.BadInput, match=r"s3://.*/none\?.* does not exist or is empty"):
+        run(**{**in_store, "class_images_dir": s3("none")})
+    Store(s3("instance_images_dir")).write("broken.png", b"no picture")
+    with pytest.raises(errors.BadInput, match=r"--instance_images_dir s3://\S+: 1 bad files \(broken.png\)"):
+        run(**in_store)
+    Store(s3("model_dir")).delete("unet/config.json")
+    with pytest.raises(errors.BadInput, match=r"^s3://[^/]+/model_dir/unet\?\S+ has no config.json"):
+        run(**in_store)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

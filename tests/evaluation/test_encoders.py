@@ -12,10 +12,11 @@ from conftest import make_photos
 from huggingface_hub import errors as hub_errors
 from tiny_models import make_tiny_clip, make_tiny_dino
 
-from common import errors
+from common import errors, objects
 from common.actors import map_on_actors
 from evaluation import encoders
 from evaluation.encoders import Encoder, digest_encoder, find_encoder
+from evaluation.sending import send
 
 NAME = "someone/encoder"
 REQUEST = httpx2.Request("GET", "https://hub")
@@ -271,6 +272,54 @@ def test_one_pool_embeds_with_all_encoders(clip, dino, tmp_path, monkeypatch):
     for ours, alone in zip(found, expected, strict=True):
         assert ours.keys() == alone.keys()
         assert all(np.array_equal(ours[name], alone[name]) for name in alone)
+
+
+@pytest.mark.ray
+def test_nodes_of_a_cluster_get_the_drivers_encoders(clip, dino, tmp_path, ray_session, monkeypatch):
+    """They lack its folders and its Hub cache; each keeps one copy."""
+    paths = sorted(map(str, make_photos(tmp_path / "photos", 2).glob("*.png")))
+    jobs = [(str(clip), {"some": paths}, ["a cat"]), (str(dino), {"some": paths}, ())]
+    expected = encoders.embed(jobs, num_workers=0)
+    monkeypatch.setattr(encoders, "start_ray", lambda *place: SimpleNamespace(is_local=False))
+    hidden, send = [], encoders.send
+
+    def hide(files, digest):
+        sent = send(files, digest)
+        hidden.append(shutil.move(files[0].parent, tmp_path / f"hidden-{len(hidden)}"))
+        return sent
+
+    monkeypatch.setattr(encoders, "send", hide)
+    try:
+        found = encoders.embed(jobs, num_workers=1)
+    finally:
+        for folder, (place, _, _) in zip(hidden, jobs, strict=False):
+            shutil.move(folder, place)
+    for ours, here in zip(found, expected, strict=True):
+        assert all(np.allclose(ours[name], here[name], atol=1e-5) for name in here)
+
+
+def test_what_is_sent_is_cached_once_and_whole(clip, ray_session, node_cache):
+    sent = send(sorted(clip.glob("*.json")), "abc")
+    folder = sent.receive()
+    assert folder == node_cache / "sent-abc" == sent.receive()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in clip.glob("*.json")
+    }
+    assert sent.size == sum(path.stat().st_size for path in clip.glob("*.json"))
+
+
+def test_a_picture_that_a_node_lacks_is_one_line(clip):
+    item = {"name": "photos", "start": 0, "paths": ["/none/00.png"]}
+    remedy = "use a folder that all nodes share, or a URI"
+    with pytest.raises(errors.BadInput, match=rf"^/none/00.png does not exist on node \S+: {remedy}$"):
+        Encoder(str(clip))(item)
+
+
+def test_an_encoder_may_be_a_uri(clip, s3, node_cache):
+    objects.upload_folder(clip, s3("clip"))
+    assert digest_encoder(find_encoder(s3("clip"), "--clip_model")) == digest_encoder(clip)
+    with pytest.raises(errors.BadInput, match=r"s3://.*/none\?.* does not exist"):
+        find_encoder(s3("none"), "--clip_model")
 
 
 def test_dino_takes_the_class_token_and_its_own_mean_and_std(dino, photos):

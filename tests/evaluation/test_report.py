@@ -22,9 +22,9 @@ from evaluation.report import (
     describe_change,
     format_command,
     format_estimate,
+    make_report,
     plot_training,
     smooth,
-    write_report,
 )
 
 ECHO = f"{sys.executable} -c 'import json, sys; print(json.dumps(sys.argv[1:]))'"
@@ -93,10 +93,10 @@ def make_page(sets, tmp_path):
     """Return a function that writes a report and returns it as a Page."""
 
     def make(prompts=("photo of unqtkn dog", "unqtkn dog in the snow"), command=("python", "evaluate.py"), **changed):
-        models = {"tuned": tmp_path / "tuned", "base": tmp_path / "base"}
         evaluation = make_evaluation(list(prompts), sets, **changed)
-        write_report(tmp_path / "report.html", evaluation, sets, models, command)
-        return Page((tmp_path / "report.html").read_text())
+        page = make_report(evaluation, sets, tmp_path / "tuned", {"tuned": "tuned", "base": "base"}, command)
+        (tmp_path / "report.html").write_text(page)
+        return Page(page)
 
     (tmp_path / "tuned").mkdir()
     return make
@@ -199,8 +199,7 @@ def test_a_page_of_many_pictures_stays_small(tmp_path):
     sets = {"photos": [one] * 5, "tuned": [one] * 100, "base": [one] * 100, "class_tuned": [one] * 99}
     sets["class_base"] = sets["class_tuned"]
     evaluation = make_evaluation([f"prompt {i}" for i in range(25)], sets)
-    write_report(tmp_path / "report.html", evaluation, sets, {"tuned": tmp_path, "base": tmp_path}, [])
-    assert (tmp_path / "report.html").stat().st_size < 3_000_000
+    assert len(make_report(evaluation, sets, tmp_path, {"tuned": "tuned", "base": "base"}, [])) < 3_000_000
 
 
 def test_the_same_evaluation_gives_the_same_bytes(make_page, tmp_path):

@@ -6,7 +6,14 @@ import shutil
 import pytest
 
 from common import errors
-from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config
+from pipelines.configs import (
+    base_name,
+    base_revision,
+    check_resolution,
+    model_resolution,
+    pixel_factor,
+    read_config,
+)
 
 
 @pytest.fixture
@@ -65,3 +72,15 @@ def test_another_resolution_is_answered_with_one_near(model):
         check_resolution(model, "--height", 501)
     with pytest.raises(errors.BadInput, match=r"--height 1 .*use 8"):
         check_resolution(model, "--height", 1)
+
+
+def test_a_bases_name_and_revision_are_those_in_its_manifest_or_its_path(tmp_path):
+    commit, folder = "1" * 40, tmp_path / "abc"
+    folder.mkdir()
+    assert (base_name(folder), base_revision(folder)) == ("abc", None)
+    assert base_name(folder, "s3://bucket/models/rex/?region=eu-west-1") == "rex"
+    assert base_name(folder, tmp_path / "link") == "link"
+    (folder / "manifest.json").write_text(json.dumps({"model_name": "some/model", "revision": commit, "files": {}}))
+    assert (base_name(folder, "s3://bucket/rex"), base_revision(folder)) == ("some/model", commit)
+    hub = tmp_path / "models--some--other" / "snapshots" / commit
+    assert (base_name(hub), base_revision(hub)) == ("some/other", commit)
