@@ -15,8 +15,12 @@ from conftest import ROOT, run_script, tree
 from safetensors.numpy import save
 
 import cache_model
+import run_model
+from common import objects, targets
 from common.errors import Stopped, describe_error
 from common.folders import lock
+from common.stores import Store
+from pipelines.configs import base_name, base_revision
 
 NAME = "someone/tiny"
 FIRST, SECOND = "1" * 40, "2" * 40
@@ -472,3 +476,109 @@ def test_a_second_run_on_one_cache_is_sent_away(hub, cache, fetch):
         code, message = fault(fetch)
     assert code == 75 and "in use by process" in message
     assert not hub.fetched()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Object stores
+
+
+@pytest.fixture
+def mirror(s3, node_cache, capsys):
+    """A function that runs cache_model.py with --model_dir in a store and returns (its last line, stderr)."""
+
+    def mirror(*flags, name=NAME):
+        cache_model.main(cache_model.parse_args(["--model_name", str(name), "--model_dir", s3("models"), *flags]))
+        captured = capsys.readouterr()
+        assert captured.out.count("\n") == 1
+        return captured.out.strip(), captured.err
+
+    return mirror
+
+
+def test_a_model_is_mirrored_once_and_knows_where_it_is_from(hub, mirror, s3, node_cache):
+    uri, stderr = mirror()
+    assert uri == s3(f"models/models--someone--tiny/snapshots/{FIRST}")
+    assert stderr == f"main is commit {FIRST}; --revision {FIRST} pins it\n"
+    copy = objects.local_copy(uri)
+    assert snapshot_files(copy) == WANTED | {"manifest.json"}
+    assert (copy / UNET).read_bytes() == hub.repo.commits[FIRST][UNET]
+    assert (base_name(copy), base_revision(copy)) == (NAME, FIRST) == (base_name(uri), base_revision(uri))
+    assert not list(node_cache.glob(".mirror-*/models--*"))  # what was downloaded is gone
+
+    hub.requests.clear()
+    before = Store(s3("models")).list()
+    assert mirror() == (uri, stderr)
+    assert hub.requests == [("GET", f"/api/models/{NAME}/revision/main")]
+    hub.stop()
+    hub.requests.clear()
+    assert mirror("--keep_revision") == mirror("--revision", FIRST) == (uri, "")
+    again, stderr = mirror()
+    assert again == uri and f"using commit {FIRST} from the cache" in stderr
+    assert Store(s3("models")).list() == before and not hub.requests
+
+
+def test_another_commit_or_variant_replaces_no_mirrored_one(hub, mirror, s3):
+    first, _ = mirror()
+    hub.repo.commits[SECOND], hub.repo.refs["main"] = make_files(1), SECOND
+    assert mirror("--keep_revision") == (first, "")
+    second, _ = mirror()
+    variant, _ = mirror("--variant", "fp16")
+    assert len({first, second, variant}) == 3
+    assert all(targets.read_manifest(uri, deep=True) for uri in (first, second, variant))
+    assert UNET_FP16 in targets.names(variant) and UNET_FP16 not in targets.names(second)
+    assert base_revision(variant) == SECOND
+    assert mirror("--keep_revision") == (second, "")
+
+
+def test_a_mirroring_that_is_stopped_continues(hub, mirror, s3, monkeypatch):
+    hub.broken = {UNET}
+    code, message = fault(mirror)
+    assert code == 75 and "500" in message
+    hub.broken = set()
+    first = hub.fetched()
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "upload_folder", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            mirror()
+    uri = s3(f"models/models--someone--tiny/snapshots/{FIRST}")
+    assert targets.read_manifest(uri) is None
+    assert hub.fetched() == WANTED - {"model_index.json"} - (first - {UNET})  # nothing whole was fetched twice
+    hub.requests.clear()
+    assert mirror()[0] == uri and targets.read_manifest(uri, deep=True)
+    assert not hub.fetched()
+
+
+def test_mirrors_exclude_each_other(hub, mirror, s3):
+    with targets.lock(s3("models/models--someone--tiny")):
+        code, message = fault(mirror)
+    assert code == 75 and "models--someone--tiny" in message and "is in use by process" in message
+    assert mirror()[0]
+
+
+def test_a_folder_is_mirrored_once_and_a_uri_is_checked_and_printed(mirror, s3, tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "my model")
+    (folder / "unet" / "pickle.bin").write_bytes(b"x")
+    (folder / "manifest.json").write_text("{}")
+    uri, stderr = mirror(name=folder)
+    assert uri.startswith(s3("models/my--model-").split("?")[0]) and stderr == ""
+    copy = objects.local_copy(uri)
+    assert base_name(copy) == "my model" and base_revision(copy) is None
+    assert snapshot_files(copy) - {"manifest.json"} == snapshot_files(tiny_model) - {"manifest.json"}
+    before = Store(s3("models")).list()
+    assert mirror(name=folder) == mirror(name=uri) == (uri, "")
+    assert Store(s3("models")).list() == before
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    assert mirror(name=folder)[0] != uri and targets.read_manifest(uri)
+    code, message = fault(mirror, name=s3("none"))
+    assert code == 3 and message.startswith(f"{s3('none')} does not exist or is empty")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_images_are_drawn_from_a_mirrored_model(mirror, drawn, s3, tiny_model, capsys):
+    uri, _ = mirror(name=tiny_model)
+    for model, place in ((uri, s3("one")), (str(tiny_model), s3("two"))):
+        words = ["--model_dir", model, "--output_dir", place, "--prompts", "a cat", "--num_workers", "0"]
+        run_model.main(run_model.parse_args(words))
+    one, two = (Store(s3(name)) for name in ("one", "two"))
+    names = [name for name in one.list() if name[0] != "."]
+    assert len(names) == 5 and all(one.read(name) == two.read(name) for name in names)
