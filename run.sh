@@ -22,14 +22,22 @@ else
     ORIG_MODEL_HASH=${ORIG_MODEL_HASH:-main}
 fi
 
-# Output folders.
+inside() { # print the location of $2 in folder $1; the options of a URI, such as ?region=eu-west-1, stay at its end
+    local options=
+    if [[ $1 == *://*\?* ]]; then
+        options=\?${1#*\?}
+    fi
+    printf '%s' "${1%"$options"}/$2$options"
+}
+
+# Output folders, or URIs in an object store: DATA_PREFIX=s3://bucket/rex
 DATA_PREFIX=${DATA_PREFIX:-data}
-ORIG_MODEL_DIR=${ORIG_MODEL_DIR:-$DATA_PREFIX/model-orig}
-TUNED_MODEL_DIR=${TUNED_MODEL_DIR:-$DATA_PREFIX/model-tuned}
-IMAGES_OWN_DIR=${IMAGES_OWN_DIR:-$DATA_PREFIX/images-own}
-IMAGES_REG_DIR=${IMAGES_REG_DIR:-$DATA_PREFIX/images-reg}
-IMAGES_NEW_DIR=${IMAGES_NEW_DIR:-$DATA_PREFIX/images-new}
-EVALUATION_DIR=${EVALUATION_DIR:-$DATA_PREFIX/evaluation}
+ORIG_MODEL_DIR=${ORIG_MODEL_DIR:-$(inside "$DATA_PREFIX" model-orig)}
+TUNED_MODEL_DIR=${TUNED_MODEL_DIR:-$(inside "$DATA_PREFIX" model-tuned)}
+IMAGES_OWN_DIR=${IMAGES_OWN_DIR:-$(inside "$DATA_PREFIX" images-own)}
+IMAGES_REG_DIR=${IMAGES_REG_DIR:-$(inside "$DATA_PREFIX" images-reg)}
+IMAGES_NEW_DIR=${IMAGES_NEW_DIR:-$(inside "$DATA_PREFIX" images-new)}
+EVALUATION_DIR=${EVALUATION_DIR:-$(inside "$DATA_PREFIX" evaluation)}
 
 # Settings: those of the DreamBooth paper for Stable Diffusion. The embedded 64-pixel model learns faster.
 if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
@@ -103,23 +111,7 @@ step_0() { # set up: a virtual environment with the packages of requirements.txt
 }
 
 step_1() { # copy the subject's photos; photos of another subject in the folder are an error
-    mkdir -p "$IMAGES_OWN_DIR"
-    local photo
-    for photo in "$IMAGES_OWN_DIR"/*; do
-        if [[ -e $photo && ! -e $INSTANCE_DIR/${photo##*/} ]]; then
-            echo "run.sh: $photo is missing in INSTANCE_DIR=$INSTANCE_DIR: set INSTANCE_DIR, or another DATA_PREFIX" >&2
-            exit 3
-        fi
-    done
-    for photo in "$INSTANCE_DIR"/*; do
-        if [[ ! -e $photo ]]; then
-            echo "run.sh: INSTANCE_DIR=$INSTANCE_DIR holds no photos: copy about five there" >&2
-            exit 3
-        fi
-        if [[ -f $photo ]] && ! cmp -s "$photo" "$IMAGES_OWN_DIR/${photo##*/}"; then
-            cp "$photo" "$IMAGES_OWN_DIR/"
-        fi
-    done
+    .venv/bin/python copy_photos.py --instance_images_dir "$INSTANCE_DIR" --output_dir "$IMAGES_OWN_DIR"
 }
 
 step_2() { # cache the model; the other steps use the path of the cached snapshot
@@ -168,7 +160,7 @@ step_4() { # fine-tune the text encoder and the UNet
         --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}" \
         "${TRAIN_WORDS[@]}"
-    echo "The validation images are in $TUNED_MODEL_DIR/validation/strip.png" >&2
+    echo "The validation images are in $(inside "$TUNED_MODEL_DIR" validation/strip.png)" >&2
 }
 
 step_5() { # draw the subject
@@ -208,7 +200,7 @@ step_6() { # measure what the model learned and forgot, and write a report
         --batch_size "$BATCH_SIZE" \
         "${WORKERS[@]}" \
         "${DRAW_WORDS[@]}"
-    echo "The report is $EVALUATION_DIR/report.html" >&2
+    echo "The report is $(inside "$EVALUATION_DIR" report.html)" >&2
 }
 
 run_step() {

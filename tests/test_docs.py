@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from conftest import ROOT
 
-SCRIPTS = ("cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate", "push_model")
+SCRIPTS = ("copy_photos", "cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate", "push_model")
 PACKAGES = ("common", "pipelines", "training", "pretraining", "evaluation")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "recipes", "assets", "prompts", "models", "docs", "deploy", ".ci")
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]

@@ -69,5 +69,5 @@ def test_each_package_says_what_it_holds():
 
 
 def test_the_top_level_holds_what_a_person_runs():
-    scripts = {"cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate", "push_model"}
+    scripts = {"copy_photos", "cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate", "push_model"}
     assert {path.stem for path in ROOT.glob("*.py")} == scripts | {"dataset", "utils"}

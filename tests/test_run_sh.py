@@ -11,6 +11,8 @@ import sys
 import pytest
 from conftest import ROOT, make_photos, tree
 
+from common.stores import Store
+
 
 def run_sh(*arguments, timeout=300, **environment):
     return subprocess.run(
@@ -171,15 +173,59 @@ def test_photos_of_another_subject_are_not_mixed_in_or_removed(tmp_path):
     (other / "00.png").rename(other / "other.png")
     before = tree(data)
     done = run_sh("1", INSTANCE_DIR=other, DATA_PREFIX=data)
-    assert done.returncode == 3 and "INSTANCE_DIR" in done.stderr.splitlines()[-1]
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert re.search(r"--output_dir .*images-own has 00.png, which --instance_images_dir .*two lacks", last)
     assert tree(data) == before
 
 
 def test_an_empty_photo_folder_and_an_unknown_step(tmp_path):
     (tmp_path / "empty").mkdir()
     done = run_sh("1", INSTANCE_DIR=tmp_path / "empty", DATA_PREFIX=tmp_path / "data")
-    assert done.returncode == 3 and "holds no photos" in done.stderr
+    assert done.returncode == 3 and "contains no photos" in done.stderr
     assert run_sh("7").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("prefix", "images"),
+    [
+        ("s3://bucket/rex", "s3://bucket/rex/images-own"),
+        ("gs://bucket/rex?anonymous=true&x=?", "gs://bucket/rex/images-own?anonymous=true&x=?"),
+        ("what? a folder", "what? a folder/images-own"),
+    ],
+)
+def test_the_options_of_a_uri_stay_at_its_end(prefix, images):
+    found = settings(DATA_PREFIX=prefix)
+    assert found["IMAGES_OWN_DIR"] == images
+    names = {"model-orig", "model-tuned", "images-own", "images-reg", "images-new", "evaluation"}
+    assert {images.replace("images-own", name) for name in names} <= set(found.values())
+    assert settings(DATA_PREFIX=prefix, IMAGES_OWN_DIR="s3://other/x?y")["IMAGES_OWN_DIR"] == "s3://other/x?y"
+
+
+def test_the_last_lines_name_uris(words, tmp_path):
+    command = [tmp_path / "copy" / "run.sh"]
+    environment = {**os.environ, "DATA_PREFIX": "s3://bucket/rex?region=eu-west-1"}
+    said = [subprocess.run([*command, step], env=environment, capture_output=True, text=True).stderr for step in "456"]
+    assert "are in s3://bucket/rex/model-tuned/validation/strip.png?region=eu-west-1\n" in said[0]
+    assert "are in s3://bucket/rex/images-new?region=eu-west-1\n" in said[1]
+    assert "report is s3://bucket/rex/evaluation/report.html?region=eu-west-1\n" in said[2]
+
+
+def test_the_first_steps_in_a_store_twice(tmp_path, tiny_model, s3, node_cache):
+    photos = make_photos(tmp_path / "photos", 2)
+    variables = {"ORIG_MODEL_NAME": tiny_model, "DATA_PREFIX": s3("rex"), "INSTANCE_DIR": photos, "NUM_WORKERS": 0}
+    variables |= {"NUM_CLASS_IMAGES": 2, "NUM_INFERENCE_STEPS": 2}
+    for step in "13":
+        done = run_sh(step, **variables)
+        assert done.returncode == 0, done.stderr
+    before = Store(s3("rex")).list()
+    names = {name for name in before if "/." not in name}
+    assert {"images-own/00.png", "images-own/01.png", "images-own/manifest.json"} <= names
+    assert len([name for name in names if name.startswith("images-reg/")]) == 2 + 1
+    assert len([name for name in names if name.startswith("model-orig/")]) > 5
+    for step in "123":
+        assert run_sh(step, **variables).returncode == 0
+    assert Store(s3("rex")).list() == before
 
 
 @pytest.mark.ray
