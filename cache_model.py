@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from common import cache, targets
 from common.cli import add_shared_flags, make_parser, run, stopping_at_once
@@ -223,7 +224,7 @@ def repo_folder(model_name: str) -> str:
     return "models--" + model_name.replace("/", "--")
 
 
-def publish(folder: Path, names: Iterable[str], uri: str, held: targets.Held, **facts: str | None) -> None:
+def publish(folder: Path, names: Iterable[str], uri: str, held: targets.Held, **facts: Any) -> None:
     """Publish some files of a folder at a URI with a manifest that has `facts`."""
     with targets.staging(uri) as links:
         for name in names:

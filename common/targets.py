@@ -121,11 +121,11 @@ def folder_names(location: str | Path) -> list[str]:
 class Files:
     """Reads and writes the files of a folder one by one, by names relative to it.
 
-    held: the lock of the run that writes; a write or a deletion raises TryAgain if it is lost.
+    held: the lock under which objects are written, TryAgain is raised if it is lost; a folder on a disk needs none.
     """
 
     def __init__(self, location: str | Path, held: Held | None = None):
-        self.location, self.held, self.writer = str(location), held, None
+        self.location, self.writer = str(location), None
         if is_remote(location):
             from common.stores import Writer
 
@@ -154,8 +154,6 @@ class Files:
         """Write a file atomically."""
         if self.writer:
             return self.writer.write(name, data)
-        if self.held:
-            self.held.check()
         Path(self.location).mkdir(parents=True, exist_ok=True)
         folders.write_bytes(Path(self.location, name), data)
 
@@ -163,8 +161,6 @@ class Files:
         """Delete a file; one that is missing is no error."""
         if self.writer:
             return self.writer.delete(name)
-        if self.held:
-            self.held.check()
         Path(self.location, name).unlink(missing_ok=True)
 
 

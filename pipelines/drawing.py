@@ -45,7 +45,8 @@ class ImageDrawer:
         self.num_threads = num_threads
         self.model: dict[str, Any] | None = None
         self.pipeline: Any = None
-        self.folders = {location: Files(location, each) for location, each in (held or {}).items()}
+        self.held = held or {}
+        self.folders = {location: Files(location, each) for location, each in self.held.items()}
 
     @uris_in_errors()
     def __call__(self, item: dict[str, Any]) -> dict[str, str]:
@@ -101,6 +102,8 @@ class ImageDrawer:
         folder, name = split(path)
         if folder not in self.folders:
             self.folders[folder] = Files(folder)
+        if folder in self.held and not is_remote(folder):  # in a store each write checks it
+            self.held[folder].check()
         self.folders[folder].write(name, data.getvalue())
         return {**record, "file_name": name, "sha256": hashlib.sha256(data.getvalue()).hexdigest()}
 

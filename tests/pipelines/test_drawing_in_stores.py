@@ -18,6 +18,8 @@ from pipelines.image_folder import image_name
 
 pytestmark = pytest.mark.usefixtures("one_thread", "node_cache")
 
+RECORD = {"text": "a cat", "index": 0, "base_seed": 0, "sampler": "model", "num_inference_steps": 2}
+RECORD |= {"guidance_scale": 7.5, "negative_prompt": "", "height": None, "width": None}
 NAMES = [image_name("a cat", index) for index in range(4)]
 
 
@@ -84,7 +86,7 @@ def test_a_fault_leaves_images_and_their_list_and_the_same_command_continues(dra
 def test_a_killed_run_is_continued_after_its_lease(draw, drawn, words, s3, monkeypatch):
     """Images that no list names have their record inside."""
     command = [sys.executable, ROOT / "run_model.py", *words(s3("out"), "--batch_size", 1)]
-    command += ["--num_samples_per_prompt", "100"]
+    command += ["--num_samples_per_prompt", "40"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while len(objects_of(s3("out"))) < 2 and process.poll() is None and time.monotonic() < deadline:
@@ -92,14 +94,14 @@ def test_a_killed_run_is_continued_after_its_lease(draw, drawn, words, s3, monke
     process.kill()
     assert process.wait() == -9
     before = objects_of(s3("out"))
-    assert 2 <= len(before) < 100 and "metadata.jsonl" not in before
+    assert 2 <= len(before) < 40 and "metadata.jsonl" not in before
     with pytest.raises(errors.TryAgain, match=r"out.* is in use by .* its lock ends in at most 60 s"):
-        draw(s3("out"), "--num_samples_per_prompt", 100)
+        draw(s3("out"), "--num_samples_per_prompt", 40)
     assert drawn == []
     monkeypatch.setattr(leases, "_expired", lambda *facts: True)
-    assert draw(s3("out"), "--num_samples_per_prompt", 100)["drawn"] == 100 - len(before)
+    assert draw(s3("out"), "--num_samples_per_prompt", 40)["drawn"] == 40 - len(before)
     after = objects_of(s3("out"))
-    assert len(after) == 101 and all(after[name] == before[name] for name in before)
+    assert len(after) == 41 and all(after[name] == before[name] for name in before)
 
 
 def test_two_drivers_exclude_each_other(draw, drawn, s3):
@@ -113,9 +115,7 @@ def test_a_worker_of_a_run_that_lost_its_lock_writes_nothing(drawn, s3, tiny_mod
     with targets.lock(s3("out")) as first:
         pass
     model = {"model_dir": str(tiny_model), "checkpoint": None, "mixed_precision": "no", "safety_checker": True}
-    record = {"text": "a cat", "index": 0, "base_seed": 0, "sampler": "model", "num_inference_steps": 2}
-    record |= {"guidance_scale": 7.5, "negative_prompt": "", "height": None, "width": None}
-    item = {"model": model, "paths": [join(s3("out"), NAMES[0])], "records": [record]}
+    item = {"model": model, "paths": [join(s3("out"), NAMES[0])], "records": [RECORD]}
     with targets.lock(s3("out")) as second:
         with pytest.raises(errors.TryAgain, match="now belongs to another run"):
             ImageDrawer(held={s3("out"): first})(item)
@@ -183,12 +183,13 @@ def test_a_fault_of_a_model_names_its_uri(draw, drawn, s3, tiny_model):
     assert not Store(s3("out")).list()
 
 
-def test_a_folder_that_a_node_lacks_is_one_line(drawn, tmp_path):
-    item = {"paths": [str(tmp_path / "x.png")], "records": [{}]}
-    item["model"] = {"model_dir": str(tmp_path / "none"), "checkpoint": None, "mixed_precision": "no"}
+def test_a_folder_that_a_node_lacks_is_one_line(drawn, tmp_path, tiny_model):
     remedy = "use a folder that all nodes share, or a URI"
+    model = {"model_dir": str(tmp_path / "none"), "checkpoint": None, "mixed_precision": "no", "safety_checker": True}
+    item = {"paths": [str(tmp_path / "out" / "x.png")], "records": [RECORD], "model": model}
     with pytest.raises(errors.BadInput, match=rf"^--model_dir .*none does not exist on node \S+: {remedy}$"):
         ImageDrawer()(item)
-    held = targets.Held(str(tmp_path / "out"), "process 1")
+    item["model"] = {**model, "model_dir": str(tiny_model)}
+    held = {str(tmp_path / "out"): targets.Held(str(tmp_path / "out"), "process 1")}
     with pytest.raises(errors.BadInput, match=rf"out/.lock does not exist on node \S+: {remedy}$"):
-        targets.Files(tmp_path / "out", held).write("x.png", b"")
+        ImageDrawer(held=held)(item)
