@@ -68,7 +68,7 @@ def make_task(work_dir, **values):
             "adam_weight_decay": 0.0,
             "max_grad_norm": 1.0,
         },
-        "compute": {"num_workers": 0, "mixed_precision": "no", "gradient_checkpointing": False},
+        "compute": {"num_workers": 0, "mixed_precision": "no", "gradient_checkpointing": False, "min_workers": None},
         "images": {"guidance_scale": 1.0, "resolution": RESOLUTION, "seed": 0},
     }
     for topic in topics.values():

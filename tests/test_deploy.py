@@ -233,7 +233,7 @@ def test_the_image_has_the_pinned_packages():
     ours, more = read_pins(ROOT / "requirements.txt"), read_pins(DEPLOY / "requirements.txt")
     tested = {**read_pins(ROOT / "requirements-test.txt"), **ours}
     assert "-r ../requirements.txt\n" in dump("requirements.txt")
-    assert set(more) == {"ray", "bitsandbytes", "boto3"}
+    assert set(more) == {"ray", "bitsandbytes"}
     assert {name: tested[name] for name in more if name in tested} == {
         name: more[name] for name in more if name in tested
     }

@@ -187,3 +187,110 @@ def test_a_worker_that_reads_its_data_leaves_half_of_its_cpus(tmp_path, trainers
         made[0].scaling.resources_per_worker == {"CPU": 1.0, "GPU": 0.0}
         and made[0].config["compute"]["num_threads"] == 2
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How many workers
+
+
+def elastic_task(tmp_path, smallest=2, largest=8, accumulation=1):
+    return make_task(
+        tmp_path, num_workers=largest, min_workers=smallest, gradient_accumulation_steps=accumulation, owner="x"
+    )
+
+
+def test_each_number_of_workers_divides_the_global_batch(tmp_path):
+    task = elastic_task(tmp_path)
+    assert launch.possible_sizes(task) == [8, 4, 2]
+    assert launch.possible_sizes(elastic_task(tmp_path, 1, 3, 2)) == [3, 2, 1]
+    assert launch.possible_sizes(make_task(tmp_path, num_workers=5)) == [5]
+    for size in (8, 4, 2):
+        changed = launch.with_workers(task, size)
+        assert changed.compute.num_workers * changed.schedule.gradient_accumulation_steps == 8
+
+
+@pytest.mark.parametrize(("cpus", "size"), [((8.0,), 8), ((4.0, 3.0), 4), ((1.0,) * 3, 2), ((), 2)])
+def test_as_many_workers_as_the_nodes_have_room_for(cpus, size):
+    nodes = Nodes(tuple({"CPU": each} for each in cpus), is_local=False)
+    assert launch.choose_size([8, 4, 2], nodes, (1.0, 0.0)) == size
+
+
+def test_a_worker_fits_on_one_node():
+    nodes = Nodes(({"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}), is_local=False)
+    assert nodes.room(2, 0) == 3 and nodes.room(3, 0) == 1 and nodes.room(4, 0) == 0 and nodes.room(1, 1) == 3
+
+
+class WorkerGroupStartupTimeoutError(Exception):
+    """As Ray Train's."""
+
+
+@pytest.fixture
+def attempts(monkeypatch):
+    """Return a function that calls _until_done with given outcomes of the attempts; it returns (result, sizes)."""
+    nodes = Nodes(({"CPU": 8.0},), is_local=False)
+    monkeypatch.setattr(launch, "start_ray", lambda *_: nodes)
+
+    def run(task, outcomes, max_failures=1):
+        sizes = []
+
+        def attempt(size, timeout, has_grown):
+            sizes.append((size, timeout))
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        return launch._until_done(attempt, task, (1.0, 0.0), [], max_failures, 99, ("host:1", True)), sizes
+
+    return run
+
+
+def result(trained, stopped):
+    return {"step": trained, "trained": trained, "stopped": stopped}
+
+
+def test_an_elastic_run_that_finds_no_room_goes_on_with_fewer_workers(attempts, tmp_path):
+    outcomes = [WorkerGroupStartupTimeoutError(), WorkerGroupStartupTimeoutError(), result(3, False)]
+    done, sizes = attempts(elastic_task(tmp_path), outcomes)
+    assert done["step"] == 3
+    assert sizes == [(8, launch.TRY_SMALLER), (4, launch.TRY_SMALLER), (2, 99)]  # the last one waits as long as it may
+
+
+def test_no_room_for_the_fewest_workers_is_said_and_ends(attempts, tmp_path):
+    with pytest.raises(errors.TryAgain, match=r"no room for all workers for 99 s.*--start_timeout"):
+        attempts(make_task(tmp_path, num_workers=2), [WorkerGroupStartupTimeoutError()])
+
+
+def test_a_node_that_leaves_with_a_notice_is_no_failure(attempts, tmp_path, capsys):
+    done, sizes = attempts(make_task(tmp_path, num_workers=2), [result(2, True)] * 3 + [result(1, False)], 0)
+    assert done["step"] == 1 and len(sizes) == 4
+    assert "a checkpoint is saved, and the workers start again" in capsys.readouterr().err
+
+
+def test_nodes_that_change_without_end_are_given_up(attempts, tmp_path):
+    with pytest.raises(errors.TryAgain, match="change faster than a step"):
+        attempts(make_task(tmp_path, num_workers=2), [result(0, True)] * 9)
+
+
+def test_a_lost_node_is_a_failure_of_its_own_kind(attempts, tmp_path, capsys):
+    import ray
+
+    class ActorDiedError(ray.exceptions.RayActorError):
+        def __str__(self):
+            return "The actor died because its node has died."
+
+    lost = ActorDiedError()
+    assert attempts(make_task(tmp_path, num_workers=2), [lost, result(3, False)])[0]["step"] == 3
+    said = capsys.readouterr().err
+    assert "a node of the cluster was lost: restarting the workers" in said and "memory" not in said
+    with pytest.raises(ActorDiedError) as caught:
+        attempts(make_task(tmp_path, num_workers=2), [lost, lost])
+    assert errors.describe_error(caught.value)[0] == errors.TryAgain.exit_code
+
+
+def test_training_workers_do_not_share_a_gpu():
+    for share in (1.0, 2.0, 0.0):
+        launch.check_whole_gpus(2, share)
+    launch.check_whole_gpus(1, 0.5)
+    with pytest.raises(errors.BadInput, match=r"--gpus_per_worker 0\.5: training workers cannot share a GPU"):
+        launch.check_whole_gpus(2, 0.5)
