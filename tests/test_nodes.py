@@ -10,7 +10,6 @@ import pytest
 from conftest import ROOT, last_json, make_photos
 from test_train import assert_equal_weights
 
-import train
 from common import objects, stores
 
 pytestmark = pytest.mark.ray
@@ -111,9 +110,9 @@ def test_a_share_is_of_a_node_and_one_item_needs_no_half_of_the_cluster(nodes, s
 def test_a_node_is_lost_in_training_and_another_one_joins(nodes, store, tmp_path):
     """Two workers of 2 CPUs need two nodes: after the loss the run goes on, bit-equal, without a disk in common."""
     flags = ["--max_train_steps", "60", "--checkpointing_steps", "10", "--log_every", "5"]
-    train.main(
-        train.parse_args([*train_words(store), *flags, "--num_workers", "2", "--output_dir", store("undisturbed")])
-    )
+    alone = ["--num_workers", "2", "--output_dir", store("undisturbed")]
+    code, _, said = end(begin("train.py", nodes, tmp_path, *train_words(store), *flags, *alone), tmp_path)
+    assert code == 0, said
     more = ["--num_workers", "2", "--cpus_per_worker", "2", "--max_failures", "2"]
     process = begin("train.py", nodes, tmp_path, *train_words(store), *flags, *more)
     until = time.monotonic() + 150

@@ -38,7 +38,7 @@ def short_sampling(monkeypatch):
 
 def weights(folder):
     """Return the UNet's weights in a folder, in one file or several."""
-    return checkpoints.read_shares(Path(folder) / "unet", checkpoints.WEIGHTS)
+    return dict(checkpoints.read_shares(Path(folder) / "unet", checkpoints.WEIGHTS))
 
 
 def assert_equal(one, other):

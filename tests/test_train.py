@@ -382,7 +382,8 @@ def test_hidden_states_are_those_that_the_pipeline_draws_with(tiny_model):
 def test_no_report_stalls_the_loop():
     """ray.train.report holds a step until the controller, which looks every two seconds, has taken the one before."""
     for path in (ROOT / "train.py", *(ROOT / "training").glob("*.py")):
-        assert "report(" not in path.read_text()
+        calls = path.read_text().count("ray.train.report(")
+        assert calls == (2 if path.name == "workers.py" else 0)  # there in a thread, see workers.Reports
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-SENT_WITHIN = 30  # seconds
+SENT_WITHIN = 3  # seconds; Ray takes a report every two seconds
 
 _is_on_cluster = False  # whether this process is a worker on a cluster, which nodes may leave
 

@@ -166,6 +166,7 @@ REMEDIES = [
     ("preprocess", f"{ENCODE} --encoding_batch_size 1", "use a machine or a GPU with more memory"),
     ("push_model", "--model_dir m --push_to_hub r", "use a machine or a GPU with more memory"),
     ("cache_model", "--model_name n --model_dir m", "use a machine or a GPU with more memory"),
+    ("copy_photos", "--instance_images_dir i --output_dir o", "use a machine or a GPU with more memory"),
 ]  # fmt: skip
 
 

@@ -295,7 +295,11 @@ def no_lies(output_dir):
     """
     output_dir = Path(output_dir)
     work_dir = output_dir.with_name(f"{output_dir.name}.work")
-    candidates = [output_dir, work_dir / "posteriors", *(path for _, path in checkpoints.list_checkpoints(work_dir))]
+    candidates = [
+        output_dir,
+        work_dir / "posteriors",
+        *(Path(path) for _, path in checkpoints.list_checkpoints(work_dir)),
+    ]
     taken = [folder for folder in candidates if folders.read_manifest(folder) is not None]
     for folder in taken:
         assert folders.read_manifest(folder, deep=True) is not None, f"{folder} is taken for whole"
