@@ -107,6 +107,7 @@ def test_a_share_is_of_a_node_and_one_item_needs_no_half_of_the_cluster(nodes, s
     assert sum(name.endswith(".png") for name in stores.Store(store("drawn")).list()) == 4
 
 
+@pytest.mark.faults  # three minutes on two cores
 def test_a_node_is_lost_in_training_and_another_one_joins(nodes, store, tmp_path):
     """Two workers of 2 CPUs need two nodes: after the loss the run goes on, bit-equal, without a disk in common."""
     flags = ["--max_train_steps", "60", "--checkpointing_steps", "10", "--log_every", "5"]
