@@ -114,7 +114,8 @@ def _on_ray(
                 num_cpus=asked,
                 num_gpus=gpus,
                 max_restarts=max_failures,
-                max_task_retries=max_failures,
+                # The restarts bound these too. Until Ray notices that a node is lost, each second costs one of them.
+                max_task_retries=-1,
             )
         yield from rows.iter_rows()
 

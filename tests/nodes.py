@@ -1,26 +1,95 @@
 """A Ray cluster of several nodes on this machine, in a process of its own that takes orders on stdin.
 
 Each node has CPUs, temporary folder and cache of its own. `python tests/nodes.py FOLDER CPUS...` starts a head and
-other nodes and prints the address; then each line is an order: `add CPUS`, or `kill NAME`, which ends the node that
-runs a process of that name as a power cut does.
+other nodes and prints the address; then each line is an order: `add CPUS`, or `kill NAME`, which ends a node that runs
+a process of that name, but not the head, as a power cut does. `Nodes` is such a process, `begin` and `end` run scripts
+that join it.
 """
 
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 from ray.cluster_utils import Cluster
 
+ROOT = Path(__file__).resolve().parent.parent
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
 
-def start(cluster, folder, number, cpus):
+
+def variables(**more):
+    """Return the environment without what a Ray of this process has set, its token among them, and with `more`."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**ours, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "OMP_NUM_THREADS": "1", **more}
+
+
+class Nodes:
+    """A running cluster."""
+
+    def __init__(self, folder, *cpus):
+        command = [sys.executable, __file__, str(folder), *map(str, cpus)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+        self.process = subprocess.Popen(command, env=variables(**KEYS), **pipes)
+        self.address = self.process.stdout.readline().strip()
+
+    def order(self, *words):
+        """Give an order; return the answer, "done" or "none"."""
+        print(*words, file=self.process.stdin, flush=True)
+        return self.process.stdout.readline().strip()
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def begin(script, nodes, folder, *arguments, **more):
+    """Start a script that joins the cluster; it has a cache of its own, as the host of a driver does."""
+    command = [sys.executable, str(ROOT / script), *map(str, arguments), "--address", nodes.address]
+    return subprocess.Popen(
+        [*command, "--insecure_cluster"],
+        env=variables(DREAMBOOTH_CACHE=str(folder / "driver-cache"), **more),
+        stdout=(folder / "stdout").open("w"),
+        stderr=(folder / "stderr").open("w"),
+    )
+
+
+def end(process, folder, timeout=400):
+    """Wait for a script; return (exit code, its result or None, what it said)."""
+    from conftest import last_json
+
+    try:
+        process.wait(timeout)
+    finally:
+        process.kill()
+    out, said = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+    return process.returncode, last_json(out) if out.strip() else None, said
+
+
+def wait_until(happened, process, folder, timeout=400):
+    """Wait until a function returns true while a script runs; return the script's messages."""
+    until = time.monotonic() + timeout
+    while True:
+        said = Path(folder, "stderr").read_text()
+        if happened():
+            return said
+        assert process.poll() is None and time.monotonic() < until, said
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The process of the cluster
+
+
+def _start(cluster, folder, number, cpus):
     home = Path(folder, f"node-{number}")
     (home / "tmp").mkdir(parents=True)
-    variables = {"TMPDIR": str(home / "tmp"), "DREAMBOOTH_CACHE": str(home / "cache")}
-    return cluster.add_node(num_cpus=float(cpus), env_vars={**os.environ, **variables}, include_dashboard=False)
+    own = {"TMPDIR": str(home / "tmp"), "DREAMBOOTH_CACHE": str(home / "cache")}
+    return cluster.add_node(num_cpus=float(cpus), env_vars={**os.environ, **own}, include_dashboard=False)
 
 
-def runs(node, name):
+def _runs(node, name):
     processes = [each.process.pid for each in node.all_processes["raylet"]]
     children = [child for pid in processes for child in psutil.Process(pid).children(recursive=True)]
     return any(name in " ".join(child.cmdline()) for child in children)
@@ -28,14 +97,16 @@ def runs(node, name):
 
 def main(folder, *cpus):
     cluster = Cluster()
-    nodes = [start(cluster, folder, number, each) for number, each in enumerate(cpus)]
+    nodes = [_start(cluster, folder, number, each) for number, each in enumerate(cpus)]
+    started = len(nodes)
     print(cluster.address, flush=True)
     for line in sys.stdin:
         order, word = line.split()
         if order == "add":
-            nodes.append(start(cluster, folder, len(nodes), word))
+            nodes.append(_start(cluster, folder, started, word))
+            started += 1
         else:
-            victim = next((node for node in nodes[1:] if runs(node, word)), None)
+            victim = next((node for node in nodes[1:] if _runs(node, word)), None)
             if victim:
                 nodes.remove(victim)
                 cluster.remove_node(victim, allow_graceful=False)

@@ -1,0 +1,234 @@
+"""A node that is lost in each kind of work: the run goes on, and makes what it would have made.
+
+`python -m pytest -m faults tests/test_lost_nodes.py -s` prints what each loss costs, in seconds.
+"""
+
+import io
+import json
+import time
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import make_photos, make_raw_data
+from nodes import Nodes, begin, end, wait_until
+from PIL import Image
+from test_train import assert_equal_weights
+from tiny_models import make_tiny_clip, make_tiny_dino
+
+from common import objects
+from common.stores import Store
+
+pytestmark = [pytest.mark.ray, pytest.mark.faults]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """A head without CPUs, as on a real cluster, and three nodes of 2 CPUs each."""
+    cluster = Nodes(tmp_path_factory.mktemp("nodes"), 0, 2, 2, 2)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture
+def store(s3, tiny_model, tmp_path):
+    """Return a function from a name to its URI in a store with a model and photos."""
+    objects.upload_folder(tiny_model, s3("model"))
+    objects.upload_folder(make_photos(tmp_path / "photos", 3), s3("photos"))
+    return s3
+
+
+@pytest.fixture
+def lose(nodes, tmp_path, capsys, request):
+    """Return a function that runs a command with and without the loss of a node; it returns the results of both.
+
+    words: a function from the name of an output to flags. begun: whether it is time to lose a node that runs a process
+    of that name.
+    """
+
+    def run(script, words, begun, name):
+        seconds, results = {}, {}
+        for output in ("without", "with"):
+            folder = tmp_path / output
+            folder.mkdir()
+            began = time.monotonic()
+            process = begin(script, nodes, folder, *words(output))
+            if output == "with":
+                wait_until(lambda: begun() and nodes.order("kill", name) == "done", process, folder)
+                lost = time.monotonic() - began
+            code, result, said = end(process, folder)
+            assert code == 0, said
+            seconds[output], results[output] = time.monotonic() - began, result
+        assert nodes.order("add", "2") == "done"
+        with capsys.disabled():
+            costs = seconds["with"] - seconds["without"]
+            print(
+                f"\n{request.node.name}: {seconds['without']:.0f} s without a loss, {seconds['with']:.0f} s with one "
+                f"after {lost:.0f} s, which cost {costs:.0f} s"
+            )
+        return results["without"], results["with"]
+
+    return run
+
+
+def assert_equal_images(one, other):
+    names = [sorted(name for name in Store(each).list() if name.endswith(".png")) for each in (one, other)]
+    assert names[0] == names[1] and names[0]
+    for name in names[0]:
+        assert np.array_equal(*(Image.open(objects.local_copy(each) / name) for each in (one, other))), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray Data's actors
+
+
+def test_drawing(lose, store):
+    def words(output):
+        places = ["--model_dir", store("model"), "--output_dir", store(output), "--prompts", "cat"]
+        flags = ["--num_samples_per_prompt", "160", "--batch_size", "8", "--num_inference_steps", "50"]
+        return [*places, *flags, "--num_workers", "2", "--gpus_per_worker", "0"]
+
+    def begun():
+        return sum(name.endswith(".png") for name in Store(store("with")).list()) >= 16
+
+    _, result = lose("run_model.py", words, begun, "MapWorker")
+    assert result["drawn"] == 160
+    assert_equal_images(store("without"), store("with"))
+
+
+def test_encoding(lose, store, tmp_path):
+    objects.upload_folder(make_raw_data(tmp_path / "raw", 400), store("raw"))
+
+    def words(output):
+        places = ["--model_dir", store("model"), "--output_dir", store(output), "--input", store("raw")]
+        return [*places, "--rows_per_file", "10", "--num_workers", "2", "--gpus_per_worker", "0"]
+
+    lose("preprocess.py", words, lambda: len(Store(store("with")).list()) >= 5, "MapWorker")
+    tables = [
+        {name: pq.read_table(io.BytesIO(files.read(name))) for name in files.list() if name.endswith(".parquet")}
+        for files in (Store(store("without")), Store(store("with")))
+    ]
+    assert tables[0] == tables[1] and sum(map(len, tables[0].values())) == 400
+
+
+def test_evaluation(lose, store, tmp_path, tiny_model, class_images):
+    objects.upload_folder(class_images, store("class"))
+    clip = make_tiny_clip(tmp_path / "clip", tiny_model / "tokenizer")
+    dino = make_tiny_dino(tmp_path / "dino")
+
+    def words(output):
+        models = ["--model_dir", store("model"), "--base_model_dir", store("model"), "--output_dir", store(output)]
+        images = ["--instance_images_dir", store("photos"), "--class_images_dir", store("class")]
+        prompts = ["--instance_prompt", "photo of a unqtkn cat", "--class_prompt", "photo of a cat"]
+        flags = ["--clip_model", clip, "--dino_model", dino, "--num_samples_per_prompt", "40", "--batch_size", "8"]
+        return [*models, *images, *prompts, *flags, "--num_workers", "2", "--gpus_per_worker", "0"]
+
+    def begun():
+        return sum(name.endswith(".png") for name in Store(store("with")).list()) >= 16
+
+    without, with_ = lose("evaluate.py", words, begun, "MapWorker")
+    assert {**without, "output_dir": ""} == {**with_, "output_dir": ""}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ray Train's workers
+
+
+def train_words(store, output, *more):
+    places = ["--model_dir", store("model"), "--instance_images_dir", store("photos"), "--output_dir", store(output)]
+    steps = ["--max_train_steps", "60", "--checkpointing_steps", "10", "--log_every", "5"]
+    prompt = ["--instance_prompt", "cat", "--prior_loss_weight", "0"]
+    return [*places, *steps, *prompt, "--cpus_per_worker", "2", "--gpus_per_worker", "0", *more]
+
+
+def has_checkpoint(uri, step=10):
+    """Return a function that says whether the checkpoint of a step is whole."""
+    return lambda: Store(uri).head(f"checkpoint-{step:06d}/manifest.json") is not None
+
+
+def assert_equal_results(one, other):
+    assert_equal_weights(*(objects.local_copy(each) for each in (one, other)))
+
+
+def test_training_with_ddp(lose, store):
+    def words(output):
+        return train_words(store, output, "--num_workers", "2")
+
+    _, result = lose("train.py", words, has_checkpoint(store("with.work")), "RayTrainWorker")
+    assert result["steps"] == 60
+    assert_equal_results(store("without"), store("with"))
+
+
+def test_pre_training_with_fsdp(lose, store, latents):
+    objects.upload_folder(latents, store("latents"))
+
+    def words(output):
+        places = ["--model_dir", store("model"), "--data", store("latents"), "--output_dir", store(output)]
+        steps = ["--max_steps", "60", "--checkpointing_steps", "10", "--batch_size_per_worker", "4", "--seed", "1"]
+        return [*places, *steps, "--strategy", "fsdp", "--num_workers", "2", "--gpus_per_worker", "0"]
+
+    lose("pretrain.py", words, has_checkpoint(store("with.work")), "RayTrainWorker")
+    assert_equal_results(store("without"), store("with"))
+
+
+def test_publishing(lose, faulty_s3, tiny_model, tmp_path):
+    store = faulty_s3.uri
+    objects.upload_folder(tiny_model, store("model"))
+    objects.upload_folder(make_photos(tmp_path / "photos", 3), store("photos"))
+    faulty_s3.fault("delay", method="PUT", path="/with/unet", seconds=5.0)
+
+    def words(output):
+        return train_words(store, output, "--num_workers", "1")
+
+    lose("train.py", words, lambda: faulty_s3.seen("PUT", "/with/unet"), "RayTrainWorker")
+    assert_equal_results(store("without"), store("with"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without a spare node
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """A head without CPUs and two nodes, so that there is no third for what the loss of one ended."""
+    cluster = Nodes(tmp_path / "nodes", 0, 2, 2)
+    yield cluster
+    cluster.end()
+
+
+def test_a_run_waits_for_a_node_and_says_so(two_nodes, store, tmp_path):
+    for output in ("without", "with"):
+        (tmp_path / output).mkdir()
+        words = train_words(store, output, "--num_workers", "2")
+        process = begin("train.py", two_nodes, tmp_path / output, *words)
+        if output == "with":
+            wait_until(has_checkpoint(store("with.work")), process, tmp_path / output)
+            assert two_nodes.order("kill", "RayTrainWorker") == "done"
+            wait_until(lambda: "waiting for " in (tmp_path / "with" / "stderr").read_text(), process, tmp_path / "with")
+            assert two_nodes.order("add", "2") == "done"
+        code, _, said = end(process, tmp_path / output)
+        assert code == 0, said
+    assert "waiting for 2 CPUs" in said
+    assert_equal_results(store("without"), store("with"))
+
+
+def test_a_run_of_one_to_two_workers_goes_on_alone(two_nodes, store, tmp_path):
+    for output in ("without", "with"):
+        (tmp_path / output).mkdir()
+        words = train_words(store, output, "--num_workers", "1:2")
+        process = begin("train.py", two_nodes, tmp_path / output, *words)
+        if output == "with":
+            wait_until(has_checkpoint(store("with.work")), process, tmp_path / output)
+            assert two_nodes.order("kill", "RayTrainWorker") == "done"
+        code, result, said = end(process, tmp_path / output)
+        assert code == 0 and result["steps"] == 60, said
+    logs = [read_log(store(f"{output}.work")) for output in ("without", "with")]
+    assert logs[0].keys() == logs[1].keys()
+    for step in logs[0]:
+        assert logs[1][step] == pytest.approx(logs[0][step], abs=1e-5), step
+
+
+def read_log(uri):
+    """Return {step: loss} of a run in a store."""
+    lines = map(json.loads, Store(uri).read("log.jsonl").decode().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
