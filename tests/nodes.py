@@ -6,13 +6,17 @@ a process of that name, but not the head, as a power cut does. `Nodes` is such a
 that join it.
 """
 
+import io
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
+from PIL import Image
 from ray.cluster_utils import Cluster
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +80,33 @@ def wait_until(happened, process, folder, timeout=400):
             return said
         assert process.poll() is None and time.monotonic() < until, said
         time.sleep(0.1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What two runs made, on a disk or in a store
+
+
+def read_log(work_dir):
+    """Return {step: loss} of a training."""
+    from common.targets import Files
+
+    lines = map(json.loads, Files(work_dir).read("log.jsonl").decode().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def assert_equal_images(one, other, within=0):
+    """Raise AssertionError unless two folders have images of the same names whose pixels differ by at most `within`."""
+    from common import targets
+
+    names = [{name for name in targets.names(each) if name.endswith(".png")} for each in (one, other)]
+    assert names[0] == names[1] and names[0]
+    for name in names[0]:
+        pixels = [_pixels(targets.Files(each).read(name)) for each in (one, other)]
+        assert np.abs(pixels[0] - pixels[1]).max() <= within, name
+
+
+def _pixels(data):
+    return np.asarray(Image.open(io.BytesIO(data)), dtype=int)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """The scripts on a cluster of several nodes that share no disk: every folder is in an object store."""
 
+import subprocess
+
 import pytest
 from conftest import make_photos
-from nodes import Nodes, begin, end
+from nodes import ROOT, Nodes, assert_equal_images, begin, end, read_log, variables
 
 from common import objects, stores
 
@@ -44,3 +46,22 @@ def test_a_share_is_of_a_node_and_one_item_needs_no_half_of_the_cluster(nodes, s
     code, result, said = end(begin("run_model.py", nodes, tmp_path, *words), tmp_path)
     assert (code, result and result["drawn"]) == (0, 4), said
     assert sum(name.endswith(".png") for name in stores.Store(store("drawn")).list()) == 4
+
+
+@pytest.mark.faults  # minutes
+def test_run_sh_with_everything_in_a_store_makes_what_it_makes_here(nodes, s3, tmp_path):
+    short = {"NUM_WORKERS": "2", "NUM_TRAIN_PAIRS": "20", "NUM_CLASS_IMAGES": "6", "NUM_INFERENCE_STEPS": "5"}
+    (tmp_path / "prompts.txt").write_text("a 3d emoji of a {} on the moon\n")
+    short |= {"PROMPTS_FILE": str(tmp_path / "prompts.txt"), "BATCH_SIZE": "2"}
+    here, there = tmp_path / "data", s3("data")
+    joined = "--gpus_per_worker 0 --insecure_cluster"
+    for prefix, flags in ((here, {}), (there, {"RAY_ADDRESS": nodes.address, "DRAW_FLAGS": joined})):
+        log = f"--log_every 1 {flags.get('DRAW_FLAGS', '')}"
+        own = {"DATA_PREFIX": str(prefix), "TRAIN_FLAGS": log, "DREAMBOOTH_CACHE": str(tmp_path / "cache")}
+        for step in range(1, 7):
+            command = ["bash", str(ROOT / "run.sh"), str(step)]
+            done = subprocess.run(command, env=variables(**short, **own, **flags), capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+    assert read_log(here / "model-tuned.work") == pytest.approx(read_log(s3("data/model-tuned.work")), abs=1e-5)
+    for name in ("images-own", "images-reg", "images-new", "model-tuned/validation", "evaluation"):
+        assert_equal_images(here / name, s3(f"data/{name}"), within=2)
