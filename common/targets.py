@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import folders
+from common import folders, leases, objects
 from common.errors import BadInput
 from common.storage import is_remote, join
+from common.stores import Store, Writer
 
 
 @dataclass(frozen=True)
@@ -32,20 +33,16 @@ class Held:
         else:
             folders.check_owner(Path(self.location) / folders.LOCK, self.owner)
 
-    def lease(self) -> Any:
+    def lease(self) -> leases.Borrowed:
         """Return the lease under which objects are written, for a lock in an object store."""
-        from common.leases import Borrowed
-
-        return Borrowed(self.location, self.owner)
+        return leases.Borrowed(self.location, self.owner)
 
 
 @contextlib.contextmanager
 def lock(location: str | Path) -> Iterator[Held]:
     """Hold the lock of a folder; raise TryAgain if another run holds it."""
     if is_remote(location):
-        from common.leases import lease
-
-        with lease(str(location)) as held:
+        with leases.lease(str(location)) as held:
             yield Held(str(location), held.owner)
     else:
         with folders.lock(Path(location) / folders.LOCK) as owner:
@@ -63,7 +60,7 @@ def staging(location: str | Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _lease(held: Held | None) -> Any:
+def _lease(held: Held | None) -> leases.Borrowed | None:
     return held.lease() if held else None
 
 
@@ -80,8 +77,6 @@ def publish(
     workers have uploaded to the same location.
     """
     if is_remote(location):
-        from common import objects
-
         objects.publish(folder, str(location), _lease(held), others, **facts)
     else:
         folders.publish(folder, location, **facts)
@@ -91,8 +86,6 @@ def read_manifest(location: str | Path, deep: bool = False) -> dict[str, Any] | 
     """Return the manifest of a folder, or None if it is missing or does not match the files (`deep`: their SHA-256)."""
     if not is_remote(location):
         return folders.read_manifest(location, deep)
-    from common import objects
-
     return objects.read_manifest(str(location), deep)
 
 
@@ -111,13 +104,6 @@ def read_json(location: str | Path, name: str) -> dict[str, Any]:
     return {}
 
 
-def folder_names(location: str | Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted."""
-    if not is_remote(location):
-        return sorted(path.name for path in Path(location).glob("*") if path.is_dir())
-    return sorted({name.split("/")[0] for name in names(location) if "/" in name})
-
-
 class Files:
     """Reads and writes the files of a folder one by one, by names relative to it.
 
@@ -127,8 +113,6 @@ class Files:
     def __init__(self, location: str | Path, held: Held | None = None):
         self.location, self.writer = str(location), None
         if is_remote(location):
-            from common.stores import Writer
-
             self.writer = held.lease().writer(self.location) if held else Writer(self.location)
 
     def versions(self) -> dict[str, Any]:
@@ -179,8 +163,6 @@ def delete(location: str | Path, held: Held | None = None) -> None:
     if not is_remote(location):
         shutil.rmtree(location, ignore_errors=True)
         return
-    from common import objects
-
     objects.delete_folder(str(location), _lease(held))
 
 
@@ -190,33 +172,20 @@ def remove(location: str | Path, name: str, held: Held | None = None) -> None:
         path = Path(location, name)
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         return
-    from common.stores import Writer
-
-    writer = _lease(held).writer(str(location)) if held else Writer(str(location))
-    writer.delete(name)
+    Files(location, held).delete(name)
     delete(join_name(location, name), held)
 
 
-def top_names(location: str | Path) -> set[str]:
+def names(location: str | Path) -> set[str]:
     """Return the names of the files, links and folders in a folder."""
     if not is_remote(location):
         return {path.name for path in Path(location).glob("*")}
-    return {name.split("/")[0] for name in names(location)}
+    return {name.split("/")[0] for name in Store(str(location)).list()}
 
 
 def is_empty(location: str | Path) -> bool:
     """Return whether a folder is missing or holds nothing but a lock."""
-    return not {name for name in top_names(location) if not (is_remote(location) and name.startswith(folders.LOCK))}
-
-
-def names(location: str | Path) -> list[str]:
-    """Return the names of all files in a folder and below, sorted."""
-    if not is_remote(location):
-        paths = sorted(Path(location).rglob("*"))
-        return [path.relative_to(location).as_posix() for path in paths if path.is_file()]
-    from common.stores import Store
-
-    return sorted(Store(str(location)).list())
+    return not {name for name in names(location) if not (is_remote(location) and name.startswith(folders.LOCK))}
 
 
 def check_writable(location: str | Path, flag: str) -> None:
@@ -242,12 +211,10 @@ def check_ours(location: str | Path, flag: str) -> None:
         folders.check_ours(location, flag)
         return
     found = [name for name in names(location) if not name.startswith((folders.LOCK, "."))]
-    if found and folders.MANIFEST not in found and not read_json(location, folders.MANIFEST):
-        from common.objects import MARKER
-        from common.stores import Store
-
-        if Store(str(location)).head(MARKER) is None:  # else a publishing of ours was stopped there
-            raise BadInput(f"{flag} {location} exists and is not an output of this toolkit: choose another folder")
+    if not found or folders.MANIFEST in found or read_json(location, folders.MANIFEST):
+        return
+    if Store(str(location)).head(objects.MARKER) is None:  # else a publishing of ours was stopped there
+        raise BadInput(f"{flag} {location} exists and is not an output of this toolkit: choose another folder")
 
 
 def beside(location: str | Path, ending: str) -> str:

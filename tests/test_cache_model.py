@@ -525,7 +525,7 @@ def test_another_commit_or_variant_replaces_no_mirrored_one(hub, mirror, s3):
     variant, _ = mirror("--variant", "fp16")
     assert len({first, second, variant}) == 3
     assert all(targets.read_manifest(uri, deep=True) for uri in (first, second, variant))
-    assert UNET_FP16 in targets.names(variant) and UNET_FP16 not in targets.names(second)
+    assert UNET_FP16 in Store(variant).list() and UNET_FP16 not in Store(second).list()
     assert base_revision(variant) == SECOND
     assert mirror("--keep_revision") == (second, "")
 

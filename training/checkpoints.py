@@ -50,9 +50,7 @@ def local_checkpoint(work_dir: str | Path, step: int) -> Path:
 
 def list_checkpoints(work_dir: str | Path) -> list[tuple[int, str]]:
     """Return [(step, location)] of the whole checkpoints in `work_dir`, oldest first; other files are ignored."""
-    steps = sorted(
-        int(match[1]) for name in targets.folder_names(work_dir) if (match := CHECKPOINT_NAME.fullmatch(name))
-    )
+    steps = sorted(int(match[1]) for name in targets.names(work_dir) if (match := CHECKPOINT_NAME.fullmatch(name)))
     found = [(step, checkpoint_path(work_dir, step)) for step in steps]
     return [(step, location) for step, location in found if targets.read_manifest(location) is not None]
 

@@ -68,7 +68,7 @@ def open_work_dir(held: Held, record: dict[str, Any], overwrite: bool) -> None:
                 f"--work_dir {work_dir} has a checkpoint of step {reached}, more than {steps}: train for {reached} or "
                 "more steps, or delete it with --overwrite"
             )
-        _remove(held, [*_names_to_continue(work_dir), *(set(WORK_FILES) & targets.top_names(work_dir))])
+        _remove(held, [*_names_to_continue(work_dir), *(set(WORK_FILES) & targets.names(work_dir))])
     targets.write_json(work_dir, RECORD, record, held)
 
 
@@ -118,7 +118,7 @@ def drop_checkpoints(held: Held) -> None:
 
 def _names_to_continue(work_dir: str | Path) -> list[str]:
     """Return the names of such files and folders that are ours: sealed, or about to be."""
-    found = [name for name in targets.top_names(work_dir) if any(fnmatch.fnmatch(name, each) for each in TO_CONTINUE)]
+    found = [name for name in targets.names(work_dir) if any(fnmatch.fnmatch(name, each) for each in TO_CONTINUE)]
     if is_remote(work_dir):
         return found
 
