@@ -35,7 +35,7 @@ class Held:
 
     def lease(self) -> leases.Borrowed:
         """Return the lease under which objects are written, for a lock in an object store."""
-        return leases.Borrowed(self.location, self.owner)
+        return leases.borrow(self.location, self.owner)
 
 
 @contextlib.contextmanager

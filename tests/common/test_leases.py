@@ -12,7 +12,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from common import errors, leases, stores
+from common import errors, leases, stores, targets
 from common.stores import LARGE, Store
 
 
@@ -83,7 +83,7 @@ def test_two_runs_exclude_each_other(uri):
     with leases.lease(uri) as held:
         held.check()
         held.confirm()
-        leases.check_owner(uri, held.owner)
+        leases.borrow(uri, held.owner).check()
         record = json.loads(Store(uri).read(".lock"))
         assert record["owner"] == held.owner and record["token"] == held.token == 1 and record["seconds"] == 60
         assert f"process {os.getpid()} on " in held.owner
@@ -95,9 +95,20 @@ def test_two_runs_exclude_each_other(uri):
     with leases.lease(uri) as other:
         assert other.token == 2
         with pytest.raises(errors.TryAgain, match="now belongs to another run"):
-            leases.check_owner(uri, held.owner)
+            leases.borrow(uri, held.owner).check()
     with pytest.raises(errors.TryAgain, match="now belongs to another run"):
-        leases.check_owner(uri, other.owner)
+        leases.borrow(uri, other.owner).check()
+
+
+def test_checks_of_a_held_lock_share_one_store(uri, monkeypatch):
+    opened = []
+    with targets.lock(uri) as held:
+        monkeypatch.setattr(leases, "Store", lambda uri: opened.append(uri) or Store(uri))
+        for _ in range(3):
+            targets.Held(held.location, held.owner).check()
+    assert opened == [uri]
+    with pytest.raises(errors.TryAgain, match="now belongs to another run"):
+        held.check()
 
 
 def test_of_many_runs_that_come_together_one_holds_the_lock(uri):
