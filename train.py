@@ -334,15 +334,15 @@ def train(args, settings, steps, num_workers, owner):
     encoder_options = {name: getattr(args, name) for name in names} | {"model_dir": args.locations["model_dir"]}
     pool = {"num_workers": num_workers, **cli.placement(args)}
     made_from = {name: settings[name] for name in CACHE_SETTINGS}
-    held = targets.Held(args.work_dir, owner)
+    output = from_flags(Output, args, model_dir=args.locations["model_dir"], settings=settings, owner=owner)
     photos = locate(images[0], args.locations["instance_images_dir"])
     others = locate(images[1], args.locations["class_images_dir"])
-    cache_posteriors(posteriors_dir, pairs, num_pairs, photos, others, encoder_options, made_from, held, **pool)
+    cache_posteriors(posteriors_dir, pairs, num_pairs, photos, others, encoder_options, made_from, output.held, **pool)
     validation_steps = args.validation_steps or -(-steps // 4)  # a quarter of the run
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (None, num_workers)
     learned = {"pairs_per_step": settings["pairs_per_step"], "pairs": pairs, "posteriors_dir": posteriors_dir}
     task = TrainTask(
-        output=from_flags(Output, args, model_dir=args.locations["model_dir"], settings=settings, owner=owner),
+        output=output,
         schedule=from_flags(Schedule, args, max_train_steps=steps, validation_steps=validation_steps),
         optimization=from_flags(Optimization, args),
         compute=from_flags(Compute, args, num_workers=largest, min_workers=smallest),

@@ -30,7 +30,6 @@ from common.errors import (
 from common.messages import say
 from common.nodes import Nodes, Waiting, say_what_lacks, share_resources
 from common.storage import Folder, is_remote
-from common.targets import Held
 from training.following import show
 from training.task import Task
 from training.workers import tell_driver
@@ -90,7 +89,7 @@ def _run_on_ray(
         return _attempt(train_loop, with_workers(task, size), signals, share, nodes.is_local, has_grown)
 
     result = _until_done(attempt, task, share, signals, max_failures, start_timeout, cluster)
-    targets.delete(_storage_path(task), Held(task.output.work_dir, task.output.owner))
+    targets.delete(_storage_path(task), task.output.held)
     return result
 
 

@@ -13,7 +13,6 @@ from common import board
 from common.errors import CheckFailed
 from common.no_gc import no_gc
 from common.objects import local_copy
-from common.targets import Held
 from training import checkpoints, parallel, work_folder
 from training.checkpoints import Start
 from training.logs import StepLog
@@ -115,7 +114,7 @@ class Saver:
     ) -> None:
         self.run, self.task, self.place, self.executor = run, task, place, executor
         self.reports = reports or Reports(place)
-        self.copier = work_folder.Copier(held_by(task))
+        self.copier = work_folder.Copier(task.output.held)
         self.stopping = False
         self.sealing: Future | None = None
 
@@ -148,7 +147,7 @@ class Saver:
             raise CheckFailed(f"{DIVERGED}: weights that are not finite at step {step}; {REMEDY}")
         facts = {"settings": task.output.settings, "scaler": run.optimizer.scaler.state_dict()}
         keep = task.schedule.checkpoints_total_limit
-        options: dict[str, Any] = {"executor": self.executor, "held": held_by(task)}
+        options: dict[str, Any] = {"executor": self.executor, "held": task.output.held}
         if parallel.is_sharded(run.model):
             options |= {"rank": self.place.rank, "barrier": dist.barrier, "gather": self.place.gather}
         if self.place.rank == 0:
@@ -166,16 +165,6 @@ def check_same_step(step: int, place: Place) -> None:
 
     if place.any(place.share(step) != step):
         raise CheckFailed(f"worker {place.rank} starts at step {step}, another one does not: run the command again")
-
-
-def check_owner(task: Task) -> None:
-    """Raise TryAgain if another run holds the work folder by now: workers may outlive their driver by seconds."""
-    held_by(task).check()
-
-
-def held_by(task: Task) -> Held:
-    """Return the lock of the work folder that the driver holds."""
-    return Held(task.output.work_dir, task.output.owner)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,7 +203,7 @@ def train_steps(run: Run, task: Task, place: Place, reports: Reports | None = No
                 values |= {"grad_norm": grad_norm.item(), "lr": run.optimizer.lr(step - 1)}
             is_saved, is_stopped = saver.decide(step, is_logged)
             if place.rank == 0 and (values or is_saved):
-                check_owner(task)
+                task.output.held.check()  # workers can outlive their driver by seconds
             if log and values:
                 log.write(step, **values)
             saver.check(wait=is_saved)
@@ -249,6 +238,6 @@ def work(
     if place.rank == 0 and step >= last:
         publish(task, step, place.device)
     if place.rank == 0:
-        work_folder.Copier(held_by(task)).copy()
+        work_folder.Copier(task.output.held).copy()
     reports.close()
     return {"step": step, "trained": step - first, "stopped": step < last}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from common import targets
 from common.errors import one_line
-from common.targets import Held
 from pipelines import loading
 from pipelines.configs import base_license, base_name, base_revision, components, read_index
 from pipelines.model_folder import TRAINING_LOG, copy_component
@@ -56,8 +55,7 @@ def publish_pipeline(
         text = card(sorted((beside / "samples").iterdir()))
         text += validation.copy_to_card(images.validation_prompts, output.work_dir, beside)
         (beside / "README.md").write_text(text, encoding="utf-8")
-        held = Held(output.work_dir, output.owner)
-        targets.publish(beside, output.output_dir, held, step=step, settings=output.settings)
+        targets.publish(beside, output.output_dir, output.held, step=step, settings=output.settings)
 
 
 def draw_samples(pipeline: Any, folder: Path, prompts: list[str], images: Images) -> None:

@@ -4,6 +4,8 @@ import argparse
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
+from common.targets import Held
+
 T = TypeVar("T")
 
 
@@ -20,6 +22,11 @@ class Output:
     work_dir: str
     settings: dict
     owner: str
+
+    @property
+    def held(self) -> Held:
+        """The lock of the work folder, which the driver holds."""
+        return Held(self.work_dir, self.owner)
 
 
 @dataclass(frozen=True)

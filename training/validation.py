@@ -20,7 +20,7 @@ from common.errors import one_line
 from common.images import read_image
 from pipelines import loading
 from pipelines.model_folder import VALIDATION_STRIP
-from training.loop import check_owner, is_due
+from training.loop import is_due
 from training.task import Images, Task
 from training.work_folder import scratch
 from training.workers import Place
@@ -56,7 +56,7 @@ class Painter:
             with folders.staging(target) as beside:
                 if not self._draw_in(beside):
                     return {}
-                check_owner(self.task)
+                self.task.output.held.check()
                 folders.publish(beside, target, step=step)
         count, rows = images.num_validation_images, read_rows(self.folder)
         strip = io.BytesIO()
