@@ -249,7 +249,7 @@ def test_the_steps_follow_from_the_pairs(command, flags, num_workers, steps):
 def test_a_run_of_pairs_is_drawn_in_quarters(command):
     command(max_train_steps=None, max_train_pairs=17, train_batch_size=2, validation_prompts="a dog", log_every=9)
     assert [line["step"] for line in folders.read_json_lines(command.work_dir / logs.LOG)] == [9]
-    assert list(validation.read_rows(command.work_dir / validation.FOLDER)) == [0, 3, 6, 9]
+    assert list(validation.read_rows(command.work_dir / validation.VALIDATION)) == [0, 3, 6, 9]
 
 
 def test_a_step_of_more_pairs_than_class_images_is_trained_and_said(command, tmp_path, capsys):

@@ -32,6 +32,7 @@ from common.nodes import Nodes, Waiting, say_what_lacks, share_resources
 from common.storage import Folder, is_remote
 from training.following import show
 from training.task import Task
+from training.work_folder import RAY
 from training.workers import tell_driver
 
 TRAINER = "ray.train.torch"  # the part of Ray that trains
@@ -225,7 +226,7 @@ def _no_room(seconds: float) -> TryAgain:
 
 def _storage_path(task: Task) -> str:
     """Return the location of the files that Ray Train writes for itself."""
-    return targets.join_name(task.output.work_dir, "ray")
+    return targets.join_name(task.output.work_dir, RAY)
 
 
 def _attempt(

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from common import board, folders
-
-LOG = "log.jsonl"  # in the work folder
+from training.work_folder import LOG, TENSORBOARD
 
 
 class StepLog:
@@ -19,7 +18,7 @@ class StepLog:
         self.path = Path(work_dir) / LOG
         kept = [line for line in folders.read_json_lines(self.path) if line["step"] <= step]
         folders.write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        self.tensorboard = SummaryWriter(Path(work_dir) / "tensorboard", purge_step=step + 1)
+        self.tensorboard = SummaryWriter(Path(work_dir) / TENSORBOARD, purge_step=step + 1)
 
     def write(self, step: int, **values: float) -> None:
         """Log the values of one step; the file has null for a value that is not finite."""

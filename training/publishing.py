@@ -15,9 +15,8 @@ from pipelines.configs import base_license, base_name, base_revision, components
 from pipelines.model_folder import TRAINING_LOG, copy_component
 from training import validation
 from training.checkpoints import write_module
-from training.logs import LOG
 from training.task import Images, Output
-from training.work_folder import scratch
+from training.work_folder import LOG, scratch
 from utils import image_seed
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from common.storage import is_remote
 from common.targets import Held
 from pipelines.model_folder import count_weights
 from training.checkpoints import LATEST, list_checkpoints
-from training.logs import LOG
+from training.work_folder import COPIED, RAY
 
 TO_CONTINUE = ("checkpoint-*", ".checkpoint-*", LATEST, ".latest.tmp", "posteriors", ".posteriors.*")
-WORK_FILES = (LOG, "tensorboard", "ray", "validation")
 RECORD = "run.json"  # of the run in a work folder: settings, steps, num_workers, keep_checkpoints
 
 
@@ -68,7 +67,7 @@ def open_work_dir(held: Held, record: dict[str, Any], overwrite: bool) -> None:
                 f"--work_dir {work_dir} has a checkpoint of step {reached}, more than {steps}: train for {reached} or "
                 "more steps, or delete it with --overwrite"
             )
-        _remove(held, [*_names_to_continue(work_dir), *(set(WORK_FILES) & targets.names(work_dir))])
+        _remove(held, [*_names_to_continue(work_dir), *({*COPIED, RAY} & targets.names(work_dir))])
     targets.write_json(work_dir, RECORD, record, held)
 
 

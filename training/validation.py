@@ -19,10 +19,9 @@ from common import board, folders
 from common.errors import one_line
 from common.images import read_image
 from pipelines import loading
-from pipelines.model_folder import VALIDATION_STRIP
 from training.loop import is_due
 from training.task import Images, Task
-from training.work_folder import scratch
+from training.work_folder import STRIP, VALIDATION, scratch
 from training.workers import Place
 from utils import image_seed
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-FOLDER, STRIP = VALIDATION_STRIP.split("/")  # of the work folder
 RECORD = "validation.json"  # what decides the images of the folder
 NUM_INFERENCE_STEPS = 30  # of the model's own sampler, for validation images and for samples on the model card
 STRIP_SIDE = 128  # pixels of an image's longer side on the strip, at most
@@ -42,7 +40,7 @@ class Painter:
 
     def __init__(self, task: Task, modules: dict[str, Any], place: Place, dtype: torch.dtype) -> None:
         self.task, self.modules, self.place, self.dtype = task, modules, place, dtype
-        self.folder = scratch(task.output.work_dir) / FOLDER
+        self.folder = scratch(task.output.work_dir) / VALIDATION
 
     def draw(self, step: int) -> dict[str, np.ndarray]:
         """Return {prompt: its images in a row, [H, W, 3] uint8} of `step`, or {} if no images are due."""
@@ -157,17 +155,17 @@ def make_strip(rows: dict[int, list[Path]], num_images: int) -> Image.Image:
 
 def copy_to_card(prompts: tuple[str, ...], work_dir: str, folder: Path) -> str:
     """Copy the last images and the strip to `folder`/validation; return Markdown that shows them, "" without images."""
-    rows = read_rows(scratch(work_dir) / FOLDER) if prompts else {}
+    rows = read_rows(scratch(work_dir) / VALIDATION) if prompts else {}
     if not rows:
         return ""
-    (folder / FOLDER).mkdir()
-    shutil.copy(scratch(work_dir) / FOLDER / STRIP, folder / FOLDER)
+    (folder / VALIDATION).mkdir()
+    shutil.copy(scratch(work_dir) / VALIDATION / STRIP, folder / VALIDATION)
     lines = []
     for path in rows[max(rows)]:
-        shutil.copy(path, folder / FOLDER)
+        shutil.copy(path, folder / VALIDATION)
         prompt, number = place_of(path.name)
         if number == 0:
             lines.append(f"\n{one_line(prompts[prompt])}\n")
-        lines.append(f"![{number + 1}]({FOLDER}/{path.name})")
+        lines.append(f"![{number + 1}]({VALIDATION}/{path.name})")
     steps, shown = ", ".join(map(str, rows)), "\n".join(lines)
-    return f"\n## Validation images\n\n![Steps {steps}]({FOLDER}/{STRIP})\n\nAfter step {max(rows)}:\n{shown}\n"
+    return f"\n## Validation images\n\n![Steps {steps}]({VALIDATION}/{STRIP})\n\nAfter step {max(rows)}:\n{shown}\n"

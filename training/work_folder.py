@@ -10,8 +10,13 @@ from pathlib import Path
 from common import cache
 from common.storage import is_remote
 from common.targets import Held
+from pipelines.model_folder import VALIDATION_STRIP
 
-COPIED = ("log.jsonl", "tensorboard", "validation")  # files and folders of the scratch folder that a store gets
+LOG = "log.jsonl"
+TENSORBOARD = "tensorboard"
+VALIDATION, STRIP = VALIDATION_STRIP.split("/")  # the images of some steps, and one image of all of them
+RAY = "ray"  # what Ray Train writes for itself
+COPIED = (LOG, TENSORBOARD, VALIDATION)  # what a store gets of the scratch folder
 
 
 def scratch(work_dir: str | Path) -> Path:

@@ -19,7 +19,7 @@ FLAGS = {"validation_prompts": PROMPT, "validation_steps": 2, "num_validation_im
 
 def pictures(work_dir):
     """Return {step: [its pictures]}."""
-    rows = validation.read_rows(work_dir / validation.FOLDER)
+    rows = validation.read_rows(work_dir / validation.VALIDATION)
     return {step: [np.asarray(read_image(path)) for path in paths] for step, paths in rows.items()}
 
 
@@ -57,7 +57,7 @@ def test_the_strip_the_card_and_tensorboard_show_them(command):  # noqa: F811
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     command(**{**FLAGS, "validation_steps": 3})
-    with Image.open(command.work_dir / validation.FOLDER / validation.STRIP) as strip:
+    with Image.open(command.work_dir / validation.VALIDATION / validation.STRIP) as strip:
         strip = np.asarray(strip)
     drawn = pictures(command.work_dir)
     assert list(drawn) == [0, 3, 4]
