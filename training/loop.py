@@ -106,7 +106,8 @@ def settle_buckets(run: Run, place: Place) -> None:
 class Saver:
     """Decides after each step whether to save and to stop, and saves; all workers decide alike.
 
-    Checkpoints are sealed (read for their sha256, synced, renamed) in a thread beside the next steps.
+    Checkpoints are sealed (read for their sha256, synced, renamed), and the log is copied to an object store, in a
+    thread beside the next steps.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Saver:
         self.reports = reports or Reports(place)
         self.copier = work_folder.Copier(task.output.held)
         self.stopping = False
-        self.sealing: Future | None = None
+        self.pending: list[Future] = []  # what the thread does with the newest checkpoint and the log
 
     def decide(self, step: int, is_logged: bool) -> tuple[bool, bool]:
         """Return whether to save at this step, and whether to stop after it."""
@@ -150,14 +151,15 @@ class Saver:
         options: dict[str, Any] = {"executor": self.executor, "held": task.output.held}
         if parallel.is_sharded(run.model):
             options |= {"rank": self.place.rank, "barrier": dist.barrier, "gather": self.place.gather}
-        if self.place.rank == 0:
-            self.executor.submit(self.copier.copy)
-        self.sealing = checkpoints.save_checkpoint(task.output.work_dir, step, run.write, facts, keep, **options)
+        self.pending = [self.executor.submit(self.copier.copy)] if self.place.rank == 0 else []
+        sealing = checkpoints.save_checkpoint(task.output.work_dir, step, run.write, facts, keep, **options)
+        self.pending += [sealing] if sealing else []
 
     def check(self, wait: bool) -> None:
-        """Raise what went wrong with the checkpoint that is being sealed, if it is done or `wait`."""
-        if self.sealing and (wait or self.sealing.done()):
-            self.sealing.result()
+        """Raise what went wrong with the newest checkpoint or a copy of the log, if that is done or `wait`."""
+        for each in self.pending:
+            if wait or each.done():
+                each.result()
 
 
 def check_same_step(step: int, place: Place) -> None:
@@ -214,6 +216,7 @@ def train_steps(run: Run, task: Task, place: Place, reports: Reports | None = No
     saver.check(wait=True)
     if log:
         log.close()
+        saver.copier.copy()
     return step
 
 
@@ -237,7 +240,5 @@ def work(
     del run  # frees the optimizer's memory for the pipeline
     if place.rank == 0 and step >= last:
         publish(task, step, place.device)
-    if place.rank == 0:
-        work_folder.Copier(task.output.held).copy()
     reports.close()
     return {"step": step, "trained": step - first, "stopped": step < last}

@@ -3,13 +3,16 @@
 Rank 0 alone writes the log, TensorBoard's files and the validation images. Checkpoints go to the store by themselves.
 """
 
+import contextlib
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
 from common import cache
 from common.storage import is_remote
-from common.targets import Held
+from common.stores import Store
+from common.targets import Files, Held
 from pipelines.model_folder import VALIDATION_STRIP
 
 LOG = "log.jsonl"
@@ -30,8 +33,6 @@ def fetch(work_dir: str | Path) -> None:
     """Make the scratch folder of a URI anew, with what the store has of it; nothing for a folder on a disk."""
     if not is_remote(work_dir):
         return
-    from common.stores import Store
-
     folder, store = scratch(work_dir), Store(str(work_dir))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -53,10 +54,22 @@ class Copier:
         if self.writer is None:
             return
         folder = scratch(self.held.location)
-        for path in sorted(path for name in COPIED for path in [folder / name, *(folder / name).rglob("*")]):
-            if not path.is_file() or path.name.endswith(".tmp"):
-                continue
-            facts = path.stat()
-            if self.copied.get(path) != (facts.st_size, facts.st_mtime_ns):
-                self.writer.write(path.relative_to(folder).as_posix(), path.read_bytes())
-                self.copied[path] = facts.st_size, facts.st_mtime_ns
+        for name, version in _versions(folder):
+            if self.copied.get(name) != version and (data := Files(folder).read(name)) is not None:
+                self.writer.write(name, data)
+                self.copied[name] = version
+
+
+def _versions(folder: Path) -> list[tuple[str, tuple[int, int]]]:
+    """Return [(name, (size, time of the last write))] of the files to copy; hidden ones are not whole yet.
+
+    Another thread may write, rename and remove files meanwhile.
+    """
+    found = []
+    for path in (Path(parent, name) for parent, _, names in os.walk(folder) for name in names):
+        parts = path.relative_to(folder).parts
+        if parts[0] in COPIED and not any(part.startswith(".") for part in parts):
+            with contextlib.suppress(FileNotFoundError):
+                facts = path.stat()
+                found.append(("/".join(parts), (facts.st_size, facts.st_mtime_ns)))
+    return sorted(found)

@@ -12,8 +12,8 @@ from conftest import ROOT, last_json, make_photos, run_script
 from test_train import assert_equal_weights
 
 import train
-from common import cache, errors, objects, stores
-from training import checkpoints
+from common import cache, errors, objects, stores, targets
+from training import checkpoints, loop, work_folder
 
 FLAGS = ["--instance_prompt", "cat", "--prior_loss_weight", "0", "--num_workers", "0"]
 FLAGS += ["--max_train_steps", "6", "--checkpointing_steps", "2"]
@@ -96,3 +96,40 @@ def test_a_folder_of_others_in_a_store_is_not_replaced(store):
     stores.Store(store("tuned")).write("thesis.txt", b"mine")
     with pytest.raises(errors.BadInput, match="is not an output of this toolkit"):
         run(store)
+
+
+def test_only_what_has_changed_is_copied_to_the_store(faulty_s3, node_cache):
+    uri = faulty_s3.uri("work")
+    folder = work_folder.scratch(uri)
+    for name in ("log.jsonl", "tensorboard/events", "validation/step-000002/0-0.png", "other.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("1")
+    (folder / "validation/.step-000004.staging").mkdir()
+    (folder / "validation/.step-000004.staging/0-0.png").write_text("not whole yet")
+
+    def copied():
+        faulty_s3.clear()
+        copier.copy()
+        return [each.path.partition("/work/")[2] for each in faulty_s3.seen("PUT")]
+
+    with targets.lock(uri) as held:
+        copier = work_folder.Copier(held)
+        assert copied() == ["log.jsonl", "tensorboard/events", "validation/step-000002/0-0.png"]
+        assert copied() == []
+        (folder / "log.jsonl").write_text("12")
+        assert copied() == ["log.jsonl"] and stores.Store(uri).read("log.jsonl") == b"12"
+
+
+def test_a_copy_that_fails_ends_the_run(store, tiny_model, tmp_path, monkeypatch):
+    failures, steps = [errors.TryAgain("the store does not answer")], []
+    real = loop.take_step
+
+    def copy(copier):
+        while failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(work_folder.Copier, "copy", copy)
+    monkeypatch.setattr(loop, "take_step", lambda run, step, *rest: steps.append(step) or real(run, step, *rest))
+    with pytest.raises(errors.TryAgain, match="does not answer"):
+        run(store, model_dir=tiny_model, instance_images_dir=tmp_path / "photos", output_dir=tmp_path / "tuned")
+    assert max(steps) < 4 and not (tmp_path / "tuned").exists()
