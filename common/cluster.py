@@ -56,6 +56,14 @@ def start_ray(address: str | None = None, insecure_cluster: bool = False, module
             _connect(address, options)
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they also raise the errors that they log
+    return list_nodes(address)
+
+
+def list_nodes(address: str | None = None) -> Nodes:
+    """Return the nodes of the Ray that start_ray(address) has started or joined, as they are now."""
+    import ray
+
+    address = _full_address(address)
     return Nodes(tuple(node["Resources"] for node in ray.nodes() if node["Alive"]), is_local(address), address)
 
 

@@ -8,14 +8,14 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from common import targets
 from common.board import Board, board_on_ray, use
 from common.cli import stopping
-from common.cluster import end_idle_actors, start_ray
+from common.cluster import end_idle_actors, list_nodes, start_ray
 from common.errors import (
     BadInput,
     Fault,
@@ -75,8 +75,7 @@ def _run_on_ray(
     start_timeout: float = 60,
 ) -> dict[str, Any]:
     """Train with Ray Train; has_loaders: actors that read the workers' data take half of their CPUs."""
-    cluster = address, insecure_cluster, TRAINER
-    nodes = start_ray(*cluster)
+    nodes = start_ray(address, insecure_cluster, TRAINER)
     end_idle_actors(address)
     cpus, gpus = share_resources(nodes, task.compute.num_workers, cpus_per_worker, gpus_per_worker)
     check_whole_gpus(task.compute.num_workers, gpus)
@@ -89,7 +88,7 @@ def _run_on_ray(
             os.environ[START_TIMEOUT] = str(timeout)
         return _attempt(train_loop, with_workers(task, size), signals, share, nodes.is_local, has_grown)
 
-    result = _until_done(attempt, task, share, signals, max_failures, start_timeout, cluster)
+    result = _until_done(attempt, Plan(task, share, signals, max_failures, start_timeout, address, insecure_cluster))
     targets.delete(_storage_path(task), task.output.held)
     return result
 
@@ -101,6 +100,24 @@ def check_whole_gpus(num_workers: int, gpus_per_worker: float) -> None:
             f"--gpus_per_worker {gpus_per_worker:g}: training workers cannot share a GPU: use 1, and as many "
             "--num_workers as there are GPUs"
         )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What stays the same however often the workers are started.
+
+    share: CPUs and GPUs of a worker. signals: filled when the run shall save and stop. max_failures: losses after which
+    the workers start again. start_timeout: seconds that they may take to start. address, insecure_cluster: arguments of
+    start_ray.
+    """
+
+    task: Task
+    share: tuple[float, float]
+    signals: list[int]
+    max_failures: int
+    start_timeout: float
+    address: str | None
+    insecure_cluster: bool
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,16 +144,15 @@ def choose_size(sizes: list[int], nodes: Nodes, share: tuple[float, float]) -> i
     return next((size for size in sizes if size <= room), sizes[-1])
 
 
-def _grown(
-    sizes: list[int], size: int, before: Nodes, share: tuple[float, float], cluster: tuple
-) -> Callable[[], bool] | None:
+def _grown(plan: Plan, size: int, before: Nodes) -> Callable[[], bool] | None:
     """Return a function that says whether nodes have joined that hold more workers; None if there are no more."""
+    sizes = possible_sizes(plan.task)
     if before.is_local or size == sizes[0]:
         return None
 
     def has_grown() -> bool:
-        now = start_ray(*cluster)
-        return len(now.each) > len(before.each) and choose_size(sizes, now, share) > size
+        now = list_nodes(plan.address)
+        return len(now.each) > len(before.each) and choose_size(sizes, now, plan.share) > size
 
     return has_grown
 
@@ -145,44 +161,36 @@ def _grown(
 # Until it is done
 
 
-def _until_done(
-    attempt: Callable[..., dict],
-    task: Task,
-    share: tuple[float, float],
-    signals: list[int],
-    max_failures: int,
-    start_timeout: float,
-    cluster: tuple,
-) -> dict[str, Any]:
+def _until_done(attempt: Callable[..., dict], plan: Plan) -> dict[str, Any]:
     """Return attempt(size, seconds to start, has_grown), called again after a loss, but not after another ToolError.
 
     Ray Train would start the workers again after either, for a photo that cannot be read as for a node that is lost;
     and when nodes join or leave it would end the workers without saving. So it is told to do neither.
     """
     failures = idle = 0
-    sizes = possible_sizes(task)
+    sizes = possible_sizes(plan.task)
     limit = sizes[0]
     while True:
-        if signals:
-            raise Stopped(signals[0])
-        nodes = start_ray(*cluster)
-        size = choose_size([each for each in sizes if each <= limit], nodes, share)
+        if plan.signals:
+            raise Stopped(plan.signals[0])
+        nodes = list_nodes(plan.address)
+        size = choose_size([each for each in sizes if each <= limit], nodes, plan.share)
         smaller = [each for each in sizes if each < size]
         try:
-            has_grown = _grown(sizes, size, nodes, share, cluster)
-            result = attempt(size, TRY_SMALLER if smaller else start_timeout, has_grown)
+            result = attempt(size, TRY_SMALLER if smaller else plan.start_timeout, _grown(plan, size, nodes))
         except Exception as error:
             if _found_no_room(error, nodes):
                 if not smaller:
-                    raise _no_room(start_timeout) from error
+                    raise _no_room(plan.start_timeout) from error
                 limit = smaller[0]
                 say(f"no room for {size} workers: trying {limit}")
                 continue
             failures += 1
-            _check_loss(error, failures > max_failures)
-            _end_dead_controller(error, nodes, cluster)
+            _check_loss(error, failures > plan.max_failures)
+            if nodes.is_local:
+                _end_dead_controller(error, plan)
             continue
-        if not result["stopped"] or signals or nodes.is_local:
+        if not result["stopped"] or plan.signals or nodes.is_local:
             return result
         limit, idle = sizes[0], 0 if result["trained"] else idle + 1
         if idle >= MAX_IDLE_RESTARTS:
@@ -199,13 +207,13 @@ def _check_loss(error: Exception, is_last: bool) -> None:
     say(f"warning: {reason}: restarting the workers from the newest checkpoint")
 
 
-def _end_dead_controller(error: Exception, nodes: Nodes, cluster: tuple) -> None:
+def _end_dead_controller(error: Exception, plan: Plan) -> None:
     """Start a local Ray anew if Ray Train's controller died: nothing else releases the workers' CPUs."""
     import ray
 
-    if isinstance(error, ray.exceptions.RayActorError) and nodes.is_local:
+    if isinstance(error, ray.exceptions.RayActorError):
         ray.shutdown()
-        start_ray(*cluster)
+        start_ray(plan.address, plan.insecure_cluster, TRAINER)
 
 
 def _found_no_room(error: BaseException, nodes: Nodes) -> bool:
