@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ToolError, TryAgain, one_line
-from common.uris import Address, Conflict, convert_error, not_valid, parse
+from common.uris import Address, Conflict, convert_error, no_credentials, not_valid, parse
 
 PART = 8 << 20  # bytes of the parts in which objects are read and large files sent
 LARGE = 1 << 20  # bytes; a larger file is sent in parts
@@ -33,7 +33,7 @@ GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous", "access_token"}
 Tag = dict[str, str]  # a version of an object, as obstore's conditions take it: e_tag and, if the store has it, version
 
 
-def _open(address: Address) -> Any:
+def _open(uri: str, address: Address) -> Any:
     """Return the obstore store of a URI; its names are relative to the URI's path."""
     from obstore.store import GCSStore, S3Store
 
@@ -68,11 +68,20 @@ def _open(address: Address) -> Any:
     }
     config = {name: value for name, value in config.items() if value}
     if not (options["anonymous"] or "access_key" in options or os.environ.get("AWS_ACCESS_KEY_ID")):
-        from obstore.auth.boto3 import Boto3CredentialProvider  # reads profiles, which obstore does not
-
-        common["credential_provider"] = Boto3CredentialProvider()
+        common["credential_provider"] = _find_credentials(uri)
     config |= {"skip_signature": options["anonymous"], "disable_bulk_delete": True}  # bulk delete is not universal
     return S3Store(address.bucket, config=config, **common)
+
+
+def _find_credentials(uri: str) -> Any:
+    """Return what gives obstore the credentials that boto3 finds, also in profiles; BadInput if there are none."""
+    import boto3
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        raise no_credentials(uri)
+    return Boto3CredentialProvider(session)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,7 +116,7 @@ class Store:
         self.uri = uri
         self.address = parse(uri)
         try:
-            self.objects = _open(self.address)
+            self.objects = _open(uri, self.address)
         except (TypeError, ValueError) as error:
             raise not_valid(uri, one_line(str(error), 200)) from None
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import urllib.parse
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,14 @@ def _fill_in_s3(uri: str, bucket: str, options: dict[str, Any]) -> None:
 def not_valid(uri: str, reason: object) -> BadInput:
     """Return the error for a URI that is not valid."""
     return BadInput(f"{uri} is not a valid URI ({reason}): use the form s3://bucket/folder?region=...")
+
+
+def no_credentials(uri: str) -> BadInput:
+    """Return the error for a node that has no credentials for a store."""
+    return BadInput(
+        f"{uri}: no credentials for the store were found on node {socket.gethostname()}: set AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, use a profile or a role, or add anonymous=true to the URI of a public bucket"
+    )
 
 
 def refused(uri: str, reason: str) -> BadInput:
