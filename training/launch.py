@@ -79,7 +79,8 @@ def _run_on_ray(
     end_idle_actors(address)
     cpus, gpus = share_resources(nodes, task.compute.num_workers, cpus_per_worker, gpus_per_worker)
     check_whole_gpus(task.compute.num_workers, gpus)
-    task = replace(task, compute=replace(task.compute, num_threads=max(1, int(cpus))))
+    compute = replace(task.compute, num_threads=max(1, int(cpus)), is_on_cluster=not nodes.is_local)
+    task = replace(task, compute=compute)
     share = cpus / 2 if has_loaders else cpus, gpus
     say_what_lacks(nodes, task.compute.num_workers, *share)
 
@@ -248,7 +249,7 @@ def _attempt(
     """Train on Ray once, and show what the workers tell."""
     waiting = None if is_local else Waiting(task.compute.num_workers, *share)
     with board_on_ray() as board, ThreadPoolExecutor(1) as pool:  # another thread: in this one Ray takes SIGINT
-        loop = partial(tell_driver, train_loop, board.actor, not is_local)
+        loop = partial(tell_driver, train_loop, board.actor)
         fit = partial(_fit, loop, asdict(task), _storage_path(task), task.compute.num_workers, *share, is_local)
         return show(lambda: pool.submit(fit).result(), board, task, signals, waiting, has_grown)
 

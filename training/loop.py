@@ -228,7 +228,7 @@ def work(
     prepare(task, place, start): returns the Run. publish(task, step, device): publishes the checkpoint of `step`.
     """
     with no_gc():
-        place = find_place(task.compute.num_workers)
+        place = find_place(task.compute.num_workers, task.compute.is_on_cluster)
         task = replace(task, output=replace(task.output, model_dir=str(local_copy(task.output.model_dir))))
         if place.rank == 0:
             work_folder.fetch(task.output.work_dir)

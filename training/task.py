@@ -59,6 +59,7 @@ class Compute:
     """What a worker computes with.
 
     num_workers: with `min_workers` the largest number. num_threads: CPU threads of a Ray worker, None without Ray.
+    is_on_cluster: whether Ray was joined rather than started; nodes may leave it.
     """
 
     num_workers: int
@@ -66,6 +67,7 @@ class Compute:
     gradient_checkpointing: bool
     num_threads: int | None = None
     min_workers: int | None = None
+    is_on_cluster: bool = False
 
 
 @dataclass(frozen=True)

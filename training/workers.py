@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SENT_WITHIN = 3  # seconds; Ray takes a report every two seconds
 
-_is_on_cluster = False  # whether this process is a worker on a cluster, which nodes may leave
-
 
 @dataclass(frozen=True)
 class Place:
@@ -83,7 +81,7 @@ class Place:
         return flag if self.world_size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
 
 
-def find_place(num_workers: int) -> Place:
+def find_place(num_workers: int, is_on_cluster: bool = False) -> Place:
     """Return the place of this worker; `num_workers` 0 is a process without Ray."""
     import torch
     import torch.distributed as dist
@@ -92,7 +90,7 @@ def find_place(num_workers: int) -> Place:
         return Place(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     import ray.train.torch
 
-    device, on_ray = ray.train.torch.get_device(), {"is_on_ray": True, "is_on_cluster": _is_on_cluster}
+    device, on_ray = ray.train.torch.get_device(), {"is_on_ray": True, "is_on_cluster": is_on_cluster}
     if not dist.is_initialized():
         return Place(0, 1, device, **on_ray)
     local_world_size = ray.train.get_context().get_local_world_size()
@@ -144,14 +142,10 @@ class Reports:
             self.thread.shutdown(wait=False, cancel_futures=True)
 
 
-def tell_driver(
-    train_loop: Callable[[dict], dict], board_actor: Any, is_on_cluster: bool, config: dict
-) -> dict[str, Any]:
+def tell_driver(train_loop: Callable[[dict], dict], board_actor: Any, config: dict) -> dict[str, Any]:
     """Return train_loop(config) on a Ray worker, with this board; rank 0 passes its messages on."""
     import ray.train
 
-    global _is_on_cluster
-    _is_on_cluster = is_on_cluster
     remote = board.RemoteBoard(board_actor, beats=True)
     board.use(remote)
     if ray.train.get_context().get_world_rank() == 0:

@@ -52,7 +52,8 @@ def test_each_field_of_a_topic_is_a_flag_or_given(script, topics, given):
     """A field that no flag is called like would end in a TypeError only once the data is read."""
     args = script.parse_args(ARGS[script.__name__].split())
     shared = (task.Optimization, task.Compute, task.Images, task.Schedule, task.Output)
-    optional = {"num_threads", "min_workers", "use_8bit_adam", "validation_prompts", "num_validation_images"}
+    optional = {"num_threads", "min_workers", "is_on_cluster", "use_8bit_adam"}
+    optional |= {"validation_prompts", "num_validation_images"}
     later = given | {"settings", "owner", "max_train_steps", "work_dir"} | optional
     for topic in (*shared, *topics):
         missing = [field.name for field in fields(topic) if not hasattr(args, field.name)]
