@@ -69,14 +69,15 @@ def publish(
     folder: str | Path,
     uri: str,
     lease: "Lease | Borrowed | None" = None,
-    others: Facts | None = None,
+    others: Callable[[], Facts] | None = None,
     **facts: Any,
 ) -> None:
     """Upload a folder and seal it with a manifest of its files and additional `facts`; replace what is at the URI.
 
     An older manifest is deleted first and the older objects that the folder lacks are deleted last, so that readers
     see the older folder, none, or the new one. The folder on the disk stays as it is. lease: the one under which the
-    objects are written; raises TryAgain if it is lost. others: objects that are there already and belong to the folder.
+    objects are written; raises TryAgain if it is lost. others: called after the upload, returns
+    the facts of objects at the URI that belong to the folder too.
     """
     folder, writer = Path(folder), _writer(uri, lease)
     files = folders.describe_files(folder)
@@ -84,7 +85,7 @@ def publish(
     writer.write(MARKER, b"")
     writer.delete(MANIFEST)
     upload_folder(folder, uri, lease)
-    files |= others or {}
+    files |= others() if others else {}
     writer.write(MANIFEST, (json.dumps({**facts, "files": files}, indent=2, sort_keys=True) + "\n").encode())
     older = [name for name in writer.store.list() if name not in files and name not in (MANIFEST, MARKER)]
     _in_parallel(writer.delete, filter(_is_content, older))

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,13 +68,13 @@ def publish(
     folder: Path,
     location: str | Path,
     held: Held | None = None,
-    others: dict[str, dict[str, Any]] | None = None,
+    others: Callable[[], objects.Facts] | None = None,
     **facts: Any,
 ) -> None:
     """Publish a folder of `staging` with a manifest of its files and additional `facts`; it replaces what is there.
 
-    held: the lock under which objects are written; a folder on a disk needs none. others: facts of objects that other
-    workers have uploaded to the same location.
+    held: the lock under which objects are written; a folder on a disk needs none. others: returns the facts of the
+    objects that other workers upload to the same location, once they have.
     """
     if is_remote(location):
         objects.publish(folder, str(location), _lease(held), others, **facts)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import folders, targets
+from common import folders, objects, targets
 from common.errors import CheckFailed
 from common.messages import say
 from common.objects import local_copy
@@ -105,29 +105,33 @@ def save_checkpoint(
     """Publish checkpoint `step`, point `latest` at it, then delete all but the newest `keep`.
 
     write(folder): writes the files of the checkpoint. facts: recorded in the manifest, such as the settings.
-    rank, barrier, gather: of the workers, if each of them writes a share; then all of them call this. gather(value):
-    returns the values of all workers. held: the lock of the work folder, for a URI.
-    executor: runs all that follows `write` (sha256, sync, rename); its future is returned. Without an executor this
-    happens before the call returns.
+    rank, barrier: of the workers, if each of them writes a share; then all of them call this. gather(value): for a URI,
+    returns the values of all workers, called by the executor. held: the lock of the work folder, for a URI.
+    executor: runs all that follows `write` (sha256, sync, rename, upload); its future is returned. Without an executor
+    this happens before the call returns.
     """
     target = checkpoint_path(work_dir, step)
-    barrier = barrier or (lambda: None)
+    barrier, gather = barrier or (lambda: None), gather or (lambda value: [value])
     with contextlib.ExitStack() as stack:
         if is_remote(work_dir):
             folder = stack.enter_context(targets.staging(target))
             write(folder)
-            others = _upload_shares(folder, target, rank, gather, held) if gather else {}
-            if rank:
-                return None
         else:
-            folder, others = _write_together(target, write, rank, barrier, stack), {}
+            folder = _write_together(target, write, rank, barrier, stack)
             if folder is None:
                 return None
         staged = stack.pop_all()
 
+    def facts_of_others() -> objects.Facts:
+        return {name: fact for share in gather({}) for name, fact in share.items()}
+
     def seal() -> None:
         with staged:
-            targets.publish(folder, target, held, others, step=step, **facts)
+            if rank:
+                objects.upload_folder(folder, target, held.lease() if held else None)
+                gather(folders.describe_files(folder))
+                return
+            targets.publish(folder, target, held, facts_of_others, step=step, **facts)
         _point_to(target, work_dir, held)
         for _, old in list_checkpoints(work_dir)[:-keep]:
             targets.delete(old, held)
@@ -151,18 +155,6 @@ def _write_together(
     write(folder)
     barrier()
     return None if rank else folder
-
-
-def _upload_shares(
-    folder: Path, target: str, rank: int, gather: Callable[[Any], list], held: Held | None
-) -> dict[str, dict[str, Any]]:
-    """Upload the share of each worker but rank 0's, which `publish` uploads; return the facts of the others' files."""
-    from common.objects import upload_folder
-
-    if rank:
-        upload_folder(folder, target, held.lease() if held else None)
-    shares = gather(folders.describe_files(folder) if rank else {})
-    return {name: fact for share in shares for name, fact in share.items()}
 
 
 def _point_to(target: str, work_dir: str | Path, held: Held | None) -> None:

@@ -13,6 +13,7 @@ from common import board
 from common.errors import CheckFailed
 from common.no_gc import no_gc
 from common.objects import local_copy
+from common.storage import is_remote
 from training import checkpoints, parallel, work_folder
 from training.checkpoints import Start
 from training.logs import StepLog
@@ -106,17 +107,23 @@ def settle_buckets(run: Run, place: Place) -> None:
 class Saver:
     """Decides after each step whether to save and to stop, and saves; all workers decide alike.
 
-    Checkpoints are sealed (read for their sha256, synced, renamed), and the log is copied to an object store, in a
-    thread beside the next steps.
+    Checkpoints are sealed (read for their sha256, synced and renamed, or uploaded), and the log is copied to an object
+    store, in a thread beside the next steps.
     """
 
     def __init__(
         self, run: Run, task: Task, place: Place, executor: ThreadPoolExecutor, reports: Reports | None = None
     ) -> None:
+        import torch.distributed as dist
+
         self.run, self.task, self.place, self.executor = run, task, place, executor
         self.reports = reports or Reports(place)
         self.copier = work_folder.Copier(task.output.held)
         self.stopping = False
+        self.sharing: dict[str, Any] = {}  # arguments of save_checkpoint if each worker writes a share
+        if parallel.is_sharded(run.model):
+            gather = place.make_gather() if is_remote(task.output.work_dir) else None
+            self.sharing = {"rank": place.rank, "barrier": dist.barrier, "gather": gather}
         self.pending: list[Future] = []  # what the thread does with the newest checkpoint and the log
 
     def decide(self, step: int, is_logged: bool) -> tuple[bool, bool]:
@@ -137,8 +144,6 @@ class Saver:
 
     def save(self, step: int, values: dict[str, float]) -> None:
         """Write a checkpoint and start to seal it, and report the values of its step to Ray; all workers call this."""
-        import torch.distributed as dist
-
         run, task = self.run, self.task
         self.reports.metrics |= values
         self.reports.report(step, str(checkpoints.checkpoint_path(task.output.work_dir, step)))
@@ -148,9 +153,7 @@ class Saver:
             raise CheckFailed(f"{DIVERGED}: weights that are not finite at step {step}; {REMEDY}")
         facts = {"settings": task.output.settings, "scaler": run.optimizer.scaler.state_dict()}
         keep = task.schedule.checkpoints_total_limit
-        options: dict[str, Any] = {"executor": self.executor, "held": task.output.held}
-        if parallel.is_sharded(run.model):
-            options |= {"rank": self.place.rank, "barrier": dist.barrier, "gather": self.place.gather}
+        options: dict[str, Any] = {"executor": self.executor, "held": task.output.held, **self.sharing}
         self.pending = [self.executor.submit(self.copier.copy)] if self.place.rank == 0 else []
         sealing = checkpoints.save_checkpoint(task.output.work_dir, step, run.write, facts, keep, **options)
         self.pending += [sealing] if sealing else []

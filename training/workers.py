@@ -51,15 +51,24 @@ class Place:
         dist.broadcast_object_list(values, src=0, device=self.device)
         return values[0]
 
-    def gather(self, value: T) -> list[T]:
-        """Return the values of all workers on each of them, by rank; plain values."""
+    def make_gather(self) -> Callable[[T], list[T]]:
+        """Return gather(value), which returns the values of all workers by rank, on each of them; plain values.
+
+        It has a process group of its own, so that another thread can call it beside this one's collectives. All workers
+        call this.
+        """
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.world_size
         if self.world_size == 1:
-            return [value]
-        dist.all_gather_object(values, value)
-        return values
+            return lambda value: [value]
+        group = dist.new_group(backend="gloo")
+
+        def gather(value: T) -> list[T]:
+            values: list[Any] = [None] * self.world_size
+            dist.all_gather_object(values, value, group=group)
+            return values
+
+        return gather
 
     def share_tensor(self, tensor: torch.Tensor | None) -> torch.Tensor:
         """Return rank 0's tensor on every worker; the others pass None."""

@@ -3,6 +3,7 @@
 import errno
 import json
 import multiprocessing
+import os
 import shutil
 import threading
 from functools import partial
@@ -16,8 +17,9 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import pretrain
-from common import errors, folders
-from training import checkpoints, logs, loop, parallel, workers
+from common import errors, folders, objects, targets
+from common.storage import is_remote
+from training import checkpoints, logs, loop, parallel, work_folder, workers
 from training.modules import load_unet
 from training.optimizer import make_optimizer
 
@@ -65,13 +67,14 @@ def make_batch(step, first, count):
 
 
 def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulation=2, dtype=torch.float32,
-             validates=False, reduce_dtype="fp32"):  # fmt: skip
+             validates=False, reduce_dtype="fp32", model_dir=None):  # fmt: skip
     """Return (loop.Run, its task, the UNet, its Ema), restored from the newest checkpoint of `work_dir`."""
-    (Path(work_dir) / folders.LOCK).write_text(OWNER)
+    owner = json.dumps({"owner": OWNER, "token": 1, "seconds": 60}) if is_remote(work_dir) else OWNER
+    targets.write_text(work_dir, folders.LOCK, owner)
     start = checkpoints.find_start(work_dir, place)
     task = make_task(
         work_dir,
-        model_dir=str(Path(work_dir).parent) if start.folder else "",  # as the index of a model folder names it
+        model_dir=str(model_dir or Path(work_dir).parent) if start.folder else "",  # it has the index of a model
         max_train_steps=STEPS,
         checkpointing_steps=SAVED,
         gradient_accumulation_steps=accumulation,
@@ -190,9 +193,44 @@ def work(rank, world_size, root):
     torch.distributed.destroy_process_group()
 
 
+def work_in_a_store(rank, uri, root, environment):
+    """Train one of two processes with FSDP in a store, undisturbed and from the earlier checkpoint of that run.
+
+    Each upload waits until the step after its save has been taken.
+    """
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    place = workers.Place(rank, 2, torch.device("cpu"), 2)
+    went_on, upload = threading.Event(), objects.upload_folder
+
+    def upload_later(*arguments):
+        assert went_on.wait(60), "the next step waits for the upload"
+        upload(*arguments)
+
+    def start():
+        if rank == 0:
+            work_folder.fetch(uri)
+        return make_run(uri, place, "fsdp", model_dir=root)
+
+    objects.upload_folder = upload_later
+    run, task, unet, ema = start()
+    run.after_step = lambda step: (ema.update(step), went_on.set() if step > SAVED else None)
+    loop.train_steps(run, task, place)
+    state = state_of(run, unet, ema)
+    if rank == 0:
+        torch.save(state, root / "state.pt")
+        targets.delete(checkpoints.checkpoint_path(uri, STEPS))
+    torch.distributed.barrier()
+    run, task, _, _ = start()
+    assert run.step == SAVED
+    loop.train_steps(run, task, place)
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """All runs: of one process, here, and of MODES, in processes that are forked from one that has imported torch."""
+    """All runs: of one process, here, and of MODES, in as many processes."""
     root = tmp_path_factory.mktemp("runs")
     index = json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]})
     names = [f"{name}/{kind}" for name in MODES for kind in ("undisturbed", "resumed", "from one")]
@@ -205,16 +243,21 @@ def runs(tmp_path_factory):
         loop.train_steps(run, task, ALONE)
     run, task, _, _ = make_run(root / "validation", ALONE, validates=True)
     loop.train_steps(run, task, ALONE)
+    for size in (2, 4):
+        run_processes(work, size, size, root)
+    return root
+
+
+def run_processes(function, count, *arguments):
+    """Run function(rank, *arguments) in processes that are forked from one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "diffusers.models.unets.unet_2d_condition"])
-    for size in (2, 4):
-        processes = [context.Process(target=work, args=(rank, size, root)) for rank in range(size)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(240)
-        assert [process.exitcode for process in processes] == [0] * size
-    return root
+    processes = [context.Process(target=function, args=(rank, *arguments)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    assert [process.exitcode for process in processes] == [0] * count
 
 
 def losses(folder):
@@ -582,3 +625,14 @@ def test_a_unet_is_saved_as_diffusers_does_but_for_where_it_came_from(tiny_model
     assert weights[0] == weights[1]
     theirs, ours = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours"))
     assert theirs.pop("_name_or_path") and ours == theirs
+
+
+def test_shares_go_to_a_store_beside_the_next_steps(s3, tmp_path, node_cache):
+    uri = s3("work")
+    (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]}))
+    run_processes(work_in_a_store, 2, uri, tmp_path, dict(os.environ))
+    location = checkpoints.checkpoint_path(uri, STEPS)
+    manifest = targets.read_manifest(location, deep=True)
+    assert manifest["step"] == STEPS and len([name for name in manifest["files"] if name.startswith("optimizer-")]) == 2
+    assert targets.read_manifest(checkpoints.checkpoint_path(uri, SAVED), deep=True)
+    assert_equal(torch.load(tmp_path / "state.pt"), read_checkpoint(objects.local_copy(location)))
