@@ -14,9 +14,9 @@ import numpy as np
 from common import targets
 from common.actors import map_on_actors
 from common.errors import CheckFailed
-from common.images import draw_crop, read_image, read_size, to_pixel_values
+from common.images import draw_crop, read_image_at, read_size, source_of, to_pixel_values
 from common.messages import Progress
-from common.objects import LocalFiles, local_copy
+from common.objects import local_copy
 from common.storage import is_remote
 from common.targets import Held
 from pipelines import loading
@@ -129,7 +129,7 @@ class PosteriorEncoder:
         # float32, because this is computed once, and because SDXL's VAE overflows in float16.
         model = local_copy(model_dir)
         self.vae = loading.load_models(str(model), ("vae",), torch.float32)["vae"].to(self.device)
-        self.local_file = LocalFiles()
+        self.read_image = functools.lru_cache(maxsize=1)(read_image_at)  # the variants of a photo follow each other
         self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed
 
     def __call__(self, item: dict[str, list[Crop]]) -> dict[str, np.ndarray]:
@@ -150,9 +150,7 @@ class PosteriorEncoder:
 
     def _pixel_values(self, path: str, image: int, variant: int | None) -> np.ndarray:
         rng = None if variant is None else row_rng(self.seed, CROP, variant, image)
-        return to_pixel_values(
-            read_image(self.local_file(path)), self.resolution, rng, self.random_crop, self.random_flip
-        )
+        return to_pixel_values(self.read_image(path), self.resolution, rng, self.random_crop, self.random_flip)
 
 
 def cache_posteriors(
@@ -235,8 +233,7 @@ def plan_cache(
     variant) of all rows. options: of PosteriorEncoder.
     """
     flags = {name: options[name] for name in ("random_crop", "random_flip")}
-    local_file = LocalFiles()
-    size_of = functools.cache(lambda path: read_size(local_file(path)))
+    size_of = functools.cache(lambda location: read_size(source_of(location)))
 
     def crop_of(row: int) -> tuple:
         path, image, variant = images[row]

@@ -82,16 +82,24 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def read_image_at(location: str | Path) -> Image.Image:
-    """Return `read_image` of a file by path or URI; raise BadInput if a path does not exist on this worker's node."""
+def source_of(location: str | Path) -> str | Path | bytes:
+    """Return what `read_image` and `read_size` take for a path or a URI: the path, or the content of the object.
+
+    Raises BadInput if a path does not exist on this worker's node, or if there is no such object.
+    """
     if not is_remote(location):
         check_on_node(location)
-        return read_image(location)
+        return location
     folder, name = split(location)
     data = _open_store(folder).read(name)
     if data is None:
         raise BadInput(f"{location} does not exist: another run deleted it")
-    return read_image(data)
+    return data
+
+
+def read_image_at(location: str | Path) -> Image.Image:
+    """Return `read_image` of a path or a URI, as `source_of` finds it."""
+    return read_image(source_of(location))
 
 
 @functools.lru_cache(maxsize=16)
@@ -145,9 +153,9 @@ def _fault(path: Path) -> str | None:
     return None
 
 
-def read_size(path: str | Path) -> tuple[int, int]:
+def read_size(source: str | Path | bytes) -> tuple[int, int]:
     """Return (width, height) of the image that `read_image` returns, from the file's header."""
-    with Image.open(path) as image:
+    with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
         # Pillow has already exchanged the sides of a TIFF.
         exchanges = image.format != "TIFF" and image.getexif().get(ORIENTATION) in (5, 6, 7, 8)
         width, height = image.size

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common import cache, folders
 from common.errors import BadInput, CheckFailed, ToolError, TryAgain
 from common.folders import MANIFEST
-from common.storage import is_remote, join, split
+from common.storage import is_remote, join
 from common.stores import PARALLEL, PART, Object, Store, Writer
 from common.uris import Conflict
 
@@ -225,22 +225,6 @@ def _local_copy(store: Store) -> Path:
     key = folders.digest_named((name, f"{each.size} {each.tag['e_tag']}") for name, each in objects.items())
     size = sum(each.size for each in objects.values())
     return cache.get(key, size, functools.partial(_fill_plain, store, objects), store.uri)
-
-
-class LocalFiles:
-    """Finds files by path or URI on this node: those of a URI's folder are downloaded once, together."""
-
-    def __init__(self) -> None:
-        self.folders: dict[str, Path] = {}
-
-    def __call__(self, location: str | Path) -> Path:
-        """Return the path of a file on this node."""
-        if not is_remote(location):
-            return Path(location)
-        folder, name = split(location)
-        if folder not in self.folders:
-            self.folders[folder] = local_copy(folder)
-        return self.folders[folder] / name
 
 
 def _fill_published(store: Store, files: Facts, data: bytes, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Pairs, the latent cache and the layout of batches."""
 
 import shutil
+import socket
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -11,7 +12,7 @@ from conftest import make_photos, tree
 from tiny_models import RESOLUTION
 
 import dataset
-from common import errors, targets
+from common import errors, objects, targets
 from common.images import read_image, to_pixel_values
 from dataset import Batches, Pairs, cache_posteriors
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, draw_noise, row_rng
@@ -458,3 +459,23 @@ def test_an_error_in_an_actor_keeps_its_exit_code(ray_session, tiny_model, photo
     code, message = errors.describe_error(error.value)
     assert code == errors.CheckFailed.exit_code
     assert "quant_conv.weight" in message
+
+
+def test_a_photo_of_a_store_is_read_once_for_all_its_variants(tiny_model, photos, faulty_s3, tmp_path):
+    objects.upload_folder(photos, faulty_s3.uri("photos"))
+    instance, pairs = sorted(photos.iterdir()), Pairs(3, 0, 4, seed=4)
+    options = {"model_dir": str(tiny_model), **OPTIONS}
+    cache_posteriors(tmp_path / "of-paths", pairs, 12, instance, [], options, num_workers=0)
+    faulty_s3.clear()
+    uris = [faulty_s3.uri(f"photos/{path.name}") for path in instance]
+    cache_posteriors(tmp_path / "of-uris", pairs, 12, uris, [], options, num_workers=0)
+    # One read for the size, on the driver, and one by the encoder.
+    assert [len(faulty_s3.seen("GET", path.name)) for path in instance] == [2, 2, 2]
+    found, expected = load_cache(tmp_path / "of-uris"), load_cache(tmp_path / "of-paths")
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_photo_that_the_node_of_an_actor_lacks_is_named(tiny_model, tmp_path):
+    missing = str(tmp_path / "none.png")
+    with pytest.raises(errors.BadInput, match=rf"{missing} does not exist on node {socket.gethostname()}"):
+        dataset.encode_crops([(0, missing, 0, None)], {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
