@@ -17,7 +17,6 @@ from common.errors import CheckFailed
 from common.images import draw_crop, read_image_at, read_size, source_of, to_pixel_values
 from common.messages import Progress
 from common.objects import local_copy
-from common.storage import is_remote
 from common.targets import Held
 from pipelines import loading
 from pipelines.tokens import tokenize
@@ -100,13 +99,6 @@ class Pairs:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The latent cache
-
-
-def locate(images: Sequence[Path], location: str | None) -> list[str]:
-    """Return where workers find images of which this node has copies; location: of their folder."""
-    if location and is_remote(location):
-        return [targets.join_name(location, path.name) for path in images]
-    return [str(path) for path in images]
 
 
 class PosteriorEncoder:

@@ -26,9 +26,8 @@ from typing import Any
 
 from common import cli, folders, messages, targets
 from common.errors import ToolError
-from common.images import check_images, find_images
+from common.images import ImageFolder, check_images, find_images
 from common.objects import uris_in_errors
-from common.storage import absolute
 from evaluation.checks import check_counts, check_family, compare_class_images
 from evaluation.encoders import digest_encoder, find_encoder
 from evaluation.measures import MEASURES
@@ -42,6 +41,7 @@ from pipelines.samplers import SAMPLER, add_sampler_flags
 
 RESULT, REPORT = "evaluation.json", "report.html"
 DRAWN = ("images-tuned", "images-base", "class-tuned")  # folders of images
+IMAGES_DIRS = ("instance_images_dir", "class_images_dir")
 MODEL_FLAGS = {"tuned": "model_dir", "base": "base_model_dir"}
 LIMITS = {"high": "--fail_under", "low": "--fail_above"}  # for measures where high, or low, is better
 # Flags that determine the result.
@@ -147,15 +147,17 @@ def _limit(better, text):
 
 @dataclass(frozen=True)
 class Plan:
-    """The checked inputs of an evaluation.
+    """The checked inputs of an evaluation, whose images are not opened yet.
 
-    sampler: values of SAMPLER; models: "tuned" and "base", as draw_folders takes them; clip_dir, dino_dir: folders of
-    the encoders on this node; settings: all that determines the result, as evaluation.json repeats it.
+    sampler: values of SAMPLER; models: "tuned" and "base", as draw_folders takes them; images: those of IMAGES_DIRS;
+    clip_dir, dino_dir: folders of the encoders on this node; settings: all that determines the result, as
+    evaluation.json repeats it.
     """
 
     prompts: Prompts
     sampler: dict[str, Any]
     models: dict[str, dict[str, Any]]
+    images: dict[str, ImageFolder]
     clip_dir: str
     dino_dir: str | None
     settings: dict[str, Any]
@@ -173,13 +175,14 @@ def make_plan(args: argparse.Namespace) -> Plan:
     check_family(folder_of(models["base"]), folder_of(models["tuned"]))
     settings = {**{name: getattr(args, name) for name in SETTINGS}, **sampler}
     settings["prompts"] = folders.digest_values(templates)
-    for flag in ("instance_images_dir", "class_images_dir"):
-        settings[flag] = folders.digest_files(find_images(getattr(args, flag), f"--{flag}")[0])
+    images = {name: find_images(getattr(args, name), f"--{name}") for name in IMAGES_DIRS}
+    settings |= {name: folders.digest_files(found.files.values()) for name, found in images.items()}
     settings |= {flag: digest_model(folder_of(models[name])) for name, flag in MODEL_FLAGS.items()}
     clip_dir = find_encoder(args.clip_model, "--clip_model")
     dino_dir = None if args.dino_model == "none" else find_encoder(args.dino_model, "--dino_model")
     settings |= {"clip": digest_encoder(clip_dir), "dino": dino_dir and digest_encoder(dino_dir)}
-    return Plan(Prompts(subject, class_name, tuple(templates)), sampler, models, clip_dir, dino_dir, settings)
+    prompts = Prompts(subject, class_name, tuple(templates))
+    return Plan(prompts, sampler, models, images, clip_dir, dino_dir, settings)
 
 
 def model_of(args: argparse.Namespace, model_dir: str) -> dict[str, Any]:
@@ -223,15 +226,9 @@ def check_limits(
 # The evaluation
 
 
-def find_pictures(location: str, flag: str, skip_bad: bool) -> list[str]:
-    """Return the locations of the usable images of a folder; raise BadInput if one cannot be read."""
-    return [targets.join_name(location, path.name) for path in check_images(location, flag, skip_bad)]
-
-
 def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """Draw, embed and measure; write the report and evaluation.json, and return the latter."""
-    photos = find_pictures(args.instance_images_dir, "--instance_images_dir", args.skip_bad_images)
-    class_images = find_pictures(args.class_images_dir, "--class_images_dir", args.skip_bad_images)
+    photos, class_images = (check_images(plan.images[name], args.skip_bad_images) for name in IMAGES_DIRS)
     prompts = plan.prompts
     check_counts(args, len(photos), len(class_images), len(prompts.templates))
     class_images = class_images[: args.num_class_images]
@@ -274,8 +271,7 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
 @uris_in_errors()
 def main(args: argparse.Namespace) -> None:
     """Check everything, evaluate unless that is done already, print the measures, and check their limits."""
-    for name in ("model_dir", "base_model_dir", "instance_images_dir", "class_images_dir", "output_dir"):
-        setattr(args, name, absolute(getattr(args, name)))
+    cli.make_absolute(args, *MODEL_FLAGS.values(), *IMAGES_DIRS, "output_dir")
     targets.check_writable(args.output_dir, "--output_dir")
     plan = make_plan(args)
     evaluation = find_finished(args.output_dir, plan.settings, args.overwrite)

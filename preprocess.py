@@ -24,7 +24,7 @@ from common.actors import map_on_actors
 from common.errors import BadInput
 from common.messages import Progress, say
 from common.objects import local_copy
-from common.storage import Folder, absolute, is_remote
+from common.storage import Folder, is_remote
 from pipelines.configs import base_name, base_revision, check_resolution, model_resolution
 from pipelines.model_folder import check_model, check_pipeline
 from pretraining.latents import METADATA, RECORD, digest_encoders, latent_shapes
@@ -201,8 +201,7 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
 
 def main(args: argparse.Namespace) -> None:
     """Check everything, encode the missing parts, and publish the data set."""
-    for name in ("input", "model_dir", "output_dir"):
-        setattr(args, name, absolute(getattr(args, name)))
+    cli.make_absolute(args, "input", "model_dir", "output_dir")
     args.model_location, args.model_dir = args.model_dir, str(local_copy(args.model_dir))
     remote = is_remote(args.output_dir)
     if not remote:

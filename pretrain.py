@@ -19,7 +19,8 @@ import utils
 from common import cli, folders, targets
 from common.cluster import start_ray
 from common.errors import BadInput
-from common.storage import absolute, split
+from common.objects import local_copy
+from common.storage import split
 from pipelines import loading
 from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
 from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of, digest_model
@@ -32,7 +33,6 @@ from pretraining.raw_data import list_sources
 from pretraining.resources import share_with_loaders
 from pretraining.streams import Order
 from training import checkpoints, driver, flags, launch, loop, parallel, resuming
-from training.inputs import locate_inputs
 from training.modules import load_unet
 from training.optimizer import make_optimizer
 from training.publishing import pretraining_card, publish_pipeline
@@ -317,7 +317,7 @@ def open_data(args):
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
         return open_latents(args.data, args.model_dir, args.resolution, *columns)
     sources = list_sources(args.data, args.image_column, args.caption_column, flag="--data")
-    encoder = {"model_dir": args.locations["model_dir"], "mixed_precision": args.mixed_precision}
+    encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
     encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
     loader = loader_options(args, (args.resolution,))
     return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, args.max_bad_fraction)
@@ -330,8 +330,7 @@ def read_inputs(args):
     check_resolution(args.model_dir, "--resolution", args.resolution)
     for prompt in args.sample_prompts:
         cli.check_text("--sample_prompts", prompt)
-    others = {"work_dir": args.work_dir, "model_dir": args.locations["model_dir"], "data": args.data}
-    targets.check_apart(args.output_dir, **others)
+    targets.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_location, data=args.data)
     for name in ("output_dir", "work_dir"):
         targets.check_writable(getattr(args, name), f"--{name}")
     data = open_data(args)
@@ -371,7 +370,7 @@ def train(args, settings, data, steps, num_workers, owner):
         pool |= {"max_failures": args.max_failures, "address": nodes.address}
     learned = {"unet": settings["unet"], "rows_per_step": settings["rows_per_step"], "data": asdict(data), "pool": pool}
     task = PretrainTask(
-        output=from_flags(Output, args, model_dir=args.locations["model_dir"], settings=settings, owner=owner),
+        output=from_flags(Output, args, model_dir=args.model_location, settings=settings, owner=owner),
         schedule=from_flags(Schedule, args, max_train_steps=steps),
         optimization=from_flags(Optimization, args),
         compute=from_flags(Compute, args, num_workers=num_workers),
@@ -383,10 +382,11 @@ def train(args, settings, data, steps, num_workers, owner):
 
 def main(args):
     """Check the inputs, train, and print the result."""
-    args.output_dir, args.data = absolute(args.output_dir), absolute(args.data)
+    cli.make_absolute(args, "data", "model_dir", "output_dir")
     parent, name = split(args.output_dir.rstrip("/"))
     args.work_dir = targets.join_name(args.storage_path or parent, args.experiment_name or f"{name}.work")
-    locate_inputs(args, ("model_dir",))
+    cli.make_absolute(args, "work_dir")
+    args.model_location, args.model_dir = args.model_dir, str(local_copy(args.model_dir))
     settings, data = read_inputs(args)
     plan, work = partial(plan_steps, args, settings, data), partial(train, args, settings, data)
     driver.run_training(args, settings, plan, work)

@@ -19,7 +19,9 @@ from common import cli, folders, messages, targets
 from common.cluster import start_ray
 from common.errors import BadInput
 from common.images import check_images, find_images
-from dataset import Batches, Pairs, cache_posteriors, encode_prompts, locate
+from common.objects import local_copy
+from common.storage import split
+from dataset import Batches, Pairs, cache_posteriors, encode_prompts
 from pipelines import loading
 from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config
 from pipelines.model_folder import check_model, check_pipeline, count_weights, digest_model
@@ -27,7 +29,6 @@ from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
 from pipelines.upload import add_hub_flags, check_hub_flags
 from training import checkpoints, driver, flags, launch, loop, parallel, resuming, validation
-from training.inputs import locate_inputs
 from training.modules import join_modules, load_modules
 from training.optimizer import make_optimizer
 from training.publishing import dreambooth_card, publish_pipeline
@@ -46,6 +47,7 @@ CACHE_SETTINGS = """
     mixed_precision
 """.split()  # noqa: SIM905
 
+IMAGES_DIRS = ("instance_images_dir", "class_images_dir")
 CARD_IMAGES = 4  # samples on the model card
 
 
@@ -264,7 +266,10 @@ def publish(task, step, device):
 
 
 def read_inputs(args):
-    """Check the model, the prompts and the folders without opening an image; return the settings of the run."""
+    """Check the model, the prompts and the folders without opening an image; return (settings of the run, images).
+
+    images: ImageFolder of the photos and, if there are any, of the class images, by flag.
+    """
     if args.use_8bit_adam and not importlib.util.find_spec("bitsandbytes"):
         raise BadInput("--use_8bit_adam requires bitsandbytes: python -m pip install bitsandbytes")
     index = check_pipeline(args.model_dir)
@@ -275,37 +280,26 @@ def read_inputs(args):
     check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
     for prompt in args.validation_prompts:
         cli.check_text("--validation_prompts", prompt)
-    others = ("work_dir", "model_dir", "instance_images_dir", "class_images_dir")
-    targets.check_apart(args.output_dir, **{name: args.locations[name] for name in others})
+    images_dirs = {name: getattr(args, name) for name in IMAGES_DIRS}
+    targets.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_location, **images_dirs)
     for name in ("output_dir", "work_dir"):
         targets.check_writable(getattr(args, name), f"--{name}")
     settings = {name: getattr(args, name) for name in SETTINGS}
     settings["model"] = digest_model(args.model_dir)
-    for name in ("instance_images_dir", "class_images_dir"):
-        folder = getattr(args, name)
-        settings[name] = folders.digest_files(find_images(folder, f"--{name}")[0]) if folder else None
-    return settings
+    images = {name: find_images(folder, f"--{name}") for name, folder in images_dirs.items() if folder}
+    digests = {name: folders.digest_files(found.files.values()) for name, found in images.items()}
+    settings |= {name: digests.get(name) for name in IMAGES_DIRS}
+    return settings, images
 
 
-def plan_steps(args, settings, num_workers):
+def plan_steps(args, settings, images, num_workers):
     """Add the pairs of a step, of all workers together, to `settings`; return the number of steps to train for."""
     settings["pairs_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * max(1, num_workers)
-    folders = [folder for folder in (args.instance_images_dir, args.class_images_dir) if folder]
-    num_pairs = args.max_train_pairs or args.num_epochs * max(len(find_images(folder, "")[0]) for folder in folders)
+    num_pairs = args.max_train_pairs or args.num_epochs * max(len(found.files) for found in images.values())
     steps = args.max_train_steps or driver.steps_of(num_pairs, settings["pairs_per_step"])
     if not args.lr_scheduler.startswith("constant"):
         settings["max_train_steps"] = steps  # the learning rate depends on the last step
     return steps
-
-
-def pick_images(args):
-    """Return ([instance images, class images], names of the images that --skip_bad_images leaves out)."""
-    images, skipped = [], []
-    for name in ("instance_images_dir", "class_images_dir"):
-        folder, flag = getattr(args, name), f"--{name}"
-        images.append(check_images(folder, flag, args.skip_bad_images) if folder else [])
-        skipped += [path.name for path in find_images(folder, flag)[0] if path not in images[-1]] if folder else []
-    return images, skipped
 
 
 def check_needs(args, num_rows):
@@ -318,26 +312,27 @@ def check_needs(args, num_rows):
     check_model(args.model_dir)
 
 
-def train(args, settings, steps, num_workers, owner):
+def train(args, settings, images, steps, num_workers, owner):
     """Check the images, fill the latent cache and run the workers; return what rank 0 returns."""
-    images, skipped = pick_images(args)
-    pairs = Pairs(len(images[0]), len(images[1]), args.max_variants, args.seed)
+    usable = {name: check_images(found, args.skip_bad_images) for name, found in images.items()}
+    photos, class_images = (usable.get(name, []) for name in IMAGES_DIRS)
+    skipped = [split(image)[1] for name in images for image in images[name].files if image not in usable[name]]
+    pairs = Pairs(len(photos), len(class_images), args.max_variants, args.seed)
     num_pairs = steps * settings["pairs_per_step"]
     check_needs(args, len(pairs.rows_used(num_pairs)))
-    if 0 < len(images[1]) < settings["pairs_per_step"]:
-        holds = f"--class_images_dir holds {len(images[1])} images, a step takes {settings['pairs_per_step']} pairs"
+    if 0 < len(class_images) < settings["pairs_per_step"]:
+        holds = f"--class_images_dir holds {len(class_images)} images, a step takes {settings['pairs_per_step']} pairs"
         messages.say(f"warning: {holds}: some images are used several times in a step")
     if num_workers:
         start_ray(args.address, args.insecure_cluster, launch.TRAINER)
     posteriors_dir = targets.join_name(args.work_dir, "posteriors")
     names = ("resolution", "random_crop", "random_flip", "seed", "mixed_precision")
-    encoder_options = {name: getattr(args, name) for name in names} | {"model_dir": args.locations["model_dir"]}
+    encoder_options = {name: getattr(args, name) for name in names} | {"model_dir": args.model_location}
     pool = {"num_workers": num_workers, **cli.placement(args)}
     made_from = {name: settings[name] for name in CACHE_SETTINGS}
-    output = from_flags(Output, args, model_dir=args.locations["model_dir"], settings=settings, owner=owner)
-    photos = locate(images[0], args.locations["instance_images_dir"])
-    others = locate(images[1], args.locations["class_images_dir"])
-    cache_posteriors(posteriors_dir, pairs, num_pairs, photos, others, encoder_options, made_from, output.held, **pool)
+    output = from_flags(Output, args, model_dir=args.model_location, settings=settings, owner=owner)
+    held = output.held
+    cache_posteriors(posteriors_dir, pairs, num_pairs, photos, class_images, encoder_options, made_from, held, **pool)
     validation_steps = args.validation_steps or -(-steps // 4)  # a quarter of the run
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (None, num_workers)
     learned = {"pairs_per_step": settings["pairs_per_step"], "pairs": pairs, "posteriors_dir": posteriors_dir}
@@ -357,9 +352,10 @@ def main(args):
     if not args.prior_loss_weight:
         args.class_images_dir = args.class_prompt = None
     args.work_dir = args.work_dir or targets.beside(args.output_dir, ".work")
-    locate_inputs(args, ("model_dir", "instance_images_dir", "class_images_dir"))
-    settings = read_inputs(args)
-    plan, work = partial(plan_steps, args, settings), partial(train, args, settings)
+    cli.make_absolute(args, "model_dir", "output_dir", "work_dir", *IMAGES_DIRS)
+    args.model_location, args.model_dir = args.model_dir, str(local_copy(args.model_dir))
+    settings, images = read_inputs(args)
+    plan, work = partial(plan_steps, args, settings, images), partial(train, args, settings, images)
     driver.run_training(args, settings, plan, work)
 
 

@@ -46,7 +46,7 @@ def parse_args():
 
 def load_pairs(args):
     """Return the rows of the training set, with the photos repeated to match the number of class images."""
-    folders = [find_images(folder, "")[0] for folder in (args.instance_images_dir, args.class_images_dir)]
+    folders = [find_images(folder, "").files.values() for folder in (args.instance_images_dir, args.class_images_dir)]
     side = model_resolution(args.model_dir)
     instances, classes = ([to_pixel_values(read_image(path), side) for path in folder] for folder in folders)
     ids = [np.array(row) for row in tokenize(args.model_dir, [args.instance_prompt, args.class_prompt])]

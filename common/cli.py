@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from common.errors import BadInput, Stopped, Terminated, describe_error
 from common.messages import keep_stdout_for_the_result, say
+from common.storage import absolute
 
 PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures", "start_timeout")
 
@@ -137,6 +138,13 @@ def add_compute_flags(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="data type to compute in; auto: bf16 on a GPU (fp16 if it lacks bf16 units), fp32 on a CPU",
     )
+
+
+def make_absolute(args: argparse.Namespace, *names: str) -> None:
+    """Replace the relative paths of flags by absolute ones, for workers, which run in other working directories."""
+    for name in names:
+        if getattr(args, name):
+            setattr(args, name, absolute(getattr(args, name)))
 
 
 def placement(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import io
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from common.errors import BadInput
 from common.folders import LOCK, MANIFEST, check_on_node
 from common.messages import say
 from common.objects import local_copy
-from common.storage import is_remote, join, split
+from common.storage import is_remote, split
 from common.stores import Store
+from common.targets import join_name
 
 READ = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
 PHOTOS_TO_CONVERT = {".heic", ".heif", ".jxl", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"}
@@ -107,10 +109,24 @@ def _open_store(uri: str) -> Store:
     return Store(uri)
 
 
-def find_images(location: str | Path, flag: str) -> tuple[list[Path], list[Path]]:
-    """Return (image files, other files) of a folder by path or URI, sorted by name, without opening them.
+@dataclass(frozen=True)
+class ImageFolder:
+    """The images of a folder by path or URI, none of them opened.
 
-    The files of a URI are those of its local copy. Files that the toolkit itself writes beside images are left out.
+    flag: the one that gave the location. files: {path or URI of an image: its file on this node}, sorted by name.
+    others: names of the other files.
+    """
+
+    location: str | Path
+    flag: str
+    files: dict[str, Path]
+    others: list[str]
+
+
+def find_images(location: str | Path, flag: str) -> ImageFolder:
+    """Return the images of a folder: here those of a URI become files on this node.
+
+    Files that the toolkit itself writes beside images are left out.
     """
     folder = local_copy(location)
     if not folder.is_dir():
@@ -121,28 +137,30 @@ def find_images(location: str | Path, flag: str) -> tuple[list[Path], list[Path]
         (images if known and path.is_file() and path.name[0] != "." else others).append(path)
     if not images:
         raise BadInput(f"{flag} {location} contains no images: add some")
-    return images, [path for path in others if path.name not in ("metadata.jsonl", MANIFEST, LOCK)]
+    known = ("metadata.jsonl", MANIFEST, LOCK)
+    files = {join_name(location, path.name): path for path in images}
+    return ImageFolder(location, flag, files, [path.name for path in others if path.name not in known])
 
 
-def check_images(folder: str | Path, flag: str, skip_bad: bool = False) -> list[Path]:
-    """Return the usable image files of a folder as `find_images`; print which files are skipped, and why.
+def check_images(found: ImageFolder, skip_bad: bool = False) -> list[str]:
+    """Return the paths or URIs of the usable images of a folder; print which files are skipped, and why.
 
     Decodes every image once and raises BadInput that names all bad ones, unless `skip_bad` is set.
     """
-    images, others = find_images(folder, flag)
-    if others:
-        say(f"{folder}: skipped {', '.join(path.name for path in others)}, which are hidden or not images")
+    flag, folder = found.flag, found.location
+    if found.others:
+        say(f"{folder}: skipped {', '.join(found.others)}, which are hidden or not images")
     with ThreadPoolExecutor() as pool:
-        faults = dict(zip(images, pool.map(_fault, images), strict=True))
-    bad = [path for path in images if faults[path]]
-    for path in bad:
-        say(f"{join(str(folder), path.name)}: {faults[path]}")
+        faults = dict(zip(found.files, pool.map(_fault, found.files.values()), strict=True))
+    bad = [image for image in found.files if faults[image]]
+    for image in bad:
+        say(f"{image}: {faults[image]}")
     if bad and not skip_bad:
-        names = ", ".join(path.name for path in bad)
+        names = ", ".join(found.files[image].name for image in bad)
         raise BadInput(f"{flag} {folder}: {len(bad)} bad files ({names}): remove them or pass --skip_bad_images")
-    if len(bad) == len(images):
+    if len(bad) == len(found.files):
         raise BadInput(f"{flag} {folder} contains no readable image: add some")
-    return [path for path in images if path not in bad]
+    return [image for image in found.files if image not in bad]
 
 
 def _fault(path: Path) -> str | None:

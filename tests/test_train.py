@@ -16,6 +16,7 @@ from fake_hub import TOKEN
 
 import train
 from common import board, errors, folders
+from common.images import find_images
 from training import checkpoints, logs, loop, validation
 
 
@@ -242,7 +243,8 @@ def test_same_command_writes_nothing_and_imports_no_torch(command):
 )
 def test_the_steps_follow_from_the_pairs(command, flags, num_workers, steps):
     args, settings = train.parse_args(command.arguments(**{"max_train_steps": None, **flags})), {}
-    assert train.plan_steps(args, settings, num_workers) == steps
+    images = {name: find_images(getattr(args, name), f"--{name}") for name in train.IMAGES_DIRS}
+    assert train.plan_steps(args, settings, images, num_workers) == steps
     assert "max_train_steps" not in settings  # of a constant learning rate: the result may be trained further
 
 

@@ -4,14 +4,15 @@ import shutil
 import struct
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import make_photos
 from PIL import Image
 
-from common import errors, images
-from common.images import BadImage, check_images, read_image, to_pixel_values
+from common import errors, images, objects
+from common.images import BadImage, check_images, find_images, read_image, to_pixel_values
 from utils import CROP, row_rng
 
 
@@ -292,7 +293,7 @@ BAD = ("cut.png", "empty.jpg", "text.jpg", "phone.HEIC")
 
 def test_every_bad_file_is_named_in_one_error(dirty_folder, capsys):
     with pytest.raises(errors.BadInput) as error:
-        check_images(dirty_folder, "--instance_images_dir")
+        check_images(find_images(dirty_folder, "--instance_images_dir"))
     said = capsys.readouterr().err
     assert "--instance_images_dir" in str(error.value) and "4 bad files" in str(error.value)
     for name in BAD:
@@ -304,21 +305,21 @@ def test_every_bad_file_is_named_in_one_error(dirty_folder, capsys):
 
 
 def test_skip_bad_goes_on_with_the_good(dirty_folder, capsys):
-    images = check_images(dirty_folder, "--instance_images_dir", skip_bad=True)
-    assert [path.name for path in images] == ["00.png", "01.png"]
+    images = check_images(find_images(dirty_folder, "--instance_images_dir"), skip_bad=True)
+    assert [Path(path).name for path in images] == ["00.png", "01.png"]
     said = capsys.readouterr().err
     assert all(name in said for name in BAD)
 
 
 def test_skipped_files_are_said(dirty_folder, capsys):
-    check_images(dirty_folder, "--instance_images_dir", skip_bad=True)
+    check_images(find_images(dirty_folder, "--instance_images_dir"), skip_bad=True)
     skipped = next(line for line in capsys.readouterr().err.splitlines() if "skipped" in line)
     assert all(name in skipped for name in ("notes.txt", "._00.png", "more.png"))
     assert "metadata.jsonl" not in skipped
 
 
 def test_a_clean_folder_says_nothing(photos, capsys):
-    assert [path.name for path in check_images(photos, "--x")] == ["00.png", "01.png", "02.png"]
+    assert [Path(path).name for path in check_images(find_images(photos, "--x"))] == ["00.png", "01.png", "02.png"]
     assert capsys.readouterr().err == ""
 
 
@@ -326,7 +327,7 @@ def test_upper_case_and_other_alphabets_are_read(tmp_path):
     make_photos(tmp_path, 1)
     for name in ("IMG_0001.PNG", "hündchen.png", "犬 1.png", "a,b 'c'.png"):
         shutil.copy(tmp_path / "00.png", tmp_path / name)
-    assert {path.name for path in check_images(tmp_path, "--x")} == {
+    assert {Path(path).name for path in check_images(find_images(tmp_path, "--x"))} == {
         "00.png", "IMG_0001.PNG", "hündchen.png", "犬 1.png", "a,b 'c'.png"
     }  # fmt: skip
 
@@ -337,18 +338,29 @@ def test_files_are_sorted_by_name_whatever_order_the_disk_has(tmp_path):
     (tmp_path / "b").mkdir()
     for name in names:
         shutil.copy(tmp_path / "a" / "00.png", tmp_path / "b" / name)
-    assert [path.name for path in check_images(tmp_path / "b", "--x")] == sorted(names)
+    assert [Path(path).name for path in check_images(find_images(tmp_path / "b", "--x"))] == sorted(names)
+
+
+def test_the_images_of_a_uri_are_read_here_and_named_by_uri(dirty_folder, s3, node_cache, capsys):
+    shutil.rmtree(dirty_folder / "more.png")
+    objects.upload_folder(dirty_folder, s3("photos"))
+    found = find_images(s3("photos"), "--x")
+    assert list(found.files) == [s3(f"photos/{path.name}") for path in found.files.values()]
+    assert all(node_cache in path.parents and path.is_file() for path in found.files.values())
+    assert check_images(found, skip_bad=True) == [s3("photos/00.png"), s3("photos/01.png")]
+    said = capsys.readouterr().err
+    assert f"{s3('photos/cut.png')}: damaged" in said and str(node_cache) not in said
 
 
 def test_a_folder_without_a_usable_picture_is_bad_input(tmp_path):
     with pytest.raises(errors.BadInput, match=r"--photos .*not a folder"):
-        check_images(tmp_path / "none", "--photos")
+        find_images(tmp_path / "none", "--photos")
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(errors.BadInput, match=r"--photos .*no images"):
-        check_images(tmp_path, "--photos")
+        check_images(find_images(tmp_path, "--photos"))
     (tmp_path / "x.jpg").touch()
     with pytest.raises(errors.BadInput, match=r"--photos .*no readable image"):
-        check_images(tmp_path, "--photos", skip_bad=True)
+        check_images(find_images(tmp_path, "--photos"), skip_bad=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
