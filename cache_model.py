@@ -25,7 +25,7 @@ from common.cli import add_shared_flags, make_parser, run, stopping_at_once
 from common.errors import BadInput, CheckFailed, OutOfResource, ToolError, TryAgain
 from common.folders import check_space, digest_values, lock, write_bytes
 from common.messages import print_last, say
-from common.objects import local_copy, uris_in_errors
+from common.objects import local_copy
 from common.storage import is_remote, join
 from pipelines.configs import base_name, base_revision, components, read_index
 from pipelines.hub import (
@@ -290,7 +290,6 @@ def find_or_fetch(args: argparse.Namespace, place: HubCache | Mirror) -> str:
     return place.location(commit)
 
 
-@uris_in_errors()
 def main(args: argparse.Namespace) -> None:
     """Check the model, after fetching it if needed, and print its location."""
     name, folder = args.model_name, Path(os.path.abspath(Path(args.model_name).expanduser()))

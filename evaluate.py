@@ -27,7 +27,6 @@ from typing import Any
 from common import cli, folders, messages, targets
 from common.errors import ToolError
 from common.images import ImageFolder, check_images, find_images
-from common.objects import uris_in_errors
 from evaluation.checks import check_counts, check_family, compare_class_images
 from evaluation.encoders import digest_encoder, find_encoder
 from evaluation.measures import MEASURES
@@ -268,7 +267,6 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     return evaluation
 
 
-@uris_in_errors()
 def main(args: argparse.Namespace) -> None:
     """Check everything, evaluate unless that is done already, print the measures, and check their limits."""
     cli.make_absolute(args, *MODEL_FLAGS.values(), *IMAGES_DIRS, "output_dir")

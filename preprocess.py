@@ -24,7 +24,7 @@ from common.actors import map_on_actors
 from common.errors import BadInput
 from common.messages import Progress, say
 from common.objects import local_copy
-from common.storage import Folder, is_remote
+from common.storage import Folder, is_remote, join
 from pipelines.configs import base_name, base_revision, check_resolution, model_resolution
 from pipelines.model_folder import check_model, check_pipeline
 from pretraining.latents import METADATA, RECORD, digest_encoders, latent_shapes
@@ -107,13 +107,13 @@ def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int],
         folders.check_space([("--output_dir", output_dir, 2 * numbers * rows)])  # two bytes each
 
 
-def check_bad_rows(good: int, bad: list[list[str]], max_bad_fraction: float) -> None:
+def check_bad_rows(location: str, good: int, bad: list[list[str]], max_bad_fraction: float) -> None:
     """Raise BadInput if the bad rows, [key, reason] each, exceed the largest share that is allowed."""
     if len(bad) > max_bad_fraction * (good + len(bad)):
         key, reason = bad[0]
         raise BadInput(
-            f"{len(bad)} of {good + len(bad)} rows are bad, more than --max_bad_fraction {max_bad_fraction:g} allows; "
-            f"the first is {key}: {reason}"
+            f"--input {location}: {len(bad)} of {good + len(bad)} rows are bad, more than --max_bad_fraction "
+            f"{max_bad_fraction:g} allows; the first is {key}: {reason}"
         )
 
 
@@ -167,14 +167,14 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
             good, bad = good + result["rows"], bad + result["bad"]
             progress.update(result["rows"] + len(result["bad"]), bad=len(bad))
             if good + len(bad) >= EARLY:
-                check_bad_rows(good, bad, args.max_bad_fraction)
+                check_bad_rows(args.input, good, bad, args.max_bad_fraction)
     return dict(sorted(parts.items()))
 
 
 def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], parts: Parts) -> None:
     """Check the share of bad rows and write bad_rows.jsonl and metadata.json; publish a local folder."""
     good, bad = count_rows(parts)
-    check_bad_rows(good, bad, args.max_bad_fraction)
+    check_bad_rows(args.input, good, bad, args.max_bad_fraction)
     folder.write(BAD_ROWS, "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad).encode())
     image_shapes = {f"image_latents_{size}": latent_shapes(args.model_dir, size)[0] for size in args.resolutions}
     metadata = {
@@ -195,7 +195,7 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
     for key, reason in bad[:10]:
         say(f"skipped {key}: {reason}")
     if bad:
-        say(f"skipped {len(bad)} bad rows of {good + len(bad)}: {args.output_dir}/{BAD_ROWS} lists them all")
+        say(f"skipped {len(bad)} bad rows of {good + len(bad)}: {join(args.output_dir, BAD_ROWS)} lists them all")
     messages.print_result(output_dir=args.output_dir, rows=good, bad_rows=len(bad))
 
 

@@ -19,7 +19,7 @@ import utils
 from common import cli, folders, targets
 from common.cluster import start_ray
 from common.errors import BadInput
-from common.objects import local_copy
+from common.objects import local_copy, uris_in_errors
 from common.storage import split
 from pipelines import loading
 from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
@@ -288,7 +288,8 @@ def prepare(task, place, start):
 
 def train_loop(config):
     """Train on one worker; rank 0 logs, saves and publishes."""
-    return loop.work(from_plain(PretrainTask, config), prepare, publish)
+    with uris_in_errors():
+        return loop.work(from_plain(PretrainTask, config), prepare, publish)
 
 
 def publish(task, step, device):

@@ -19,7 +19,7 @@ from common import cli, folders, messages, targets
 from common.cluster import start_ray
 from common.errors import BadInput
 from common.images import check_images, find_images
-from common.objects import local_copy
+from common.objects import local_copy, uris_in_errors
 from common.storage import split
 from dataset import Batches, Pairs, cache_posteriors, encode_prompts
 from pipelines import loading
@@ -244,7 +244,8 @@ def prepare(task, place, start):
 
 def train_loop(config):
     """Train on one worker; rank 0 logs, saves and publishes."""
-    return loop.work(from_plain(TrainTask, config), prepare, publish)
+    with uris_in_errors():
+        return loop.work(from_plain(TrainTask, config), prepare, publish)
 
 
 def publish(task, step, device):

@@ -17,6 +17,7 @@ from common.errors import Fault, ToolError, TryAgain, as_tool_error, describe_er
 from common.messages import listen, say
 from common.no_gc import no_gc
 from common.nodes import Waiting, default_workers, describe, say_what_lacks, share_resources
+from common.objects import uris_in_errors
 
 LOOK_EVERY = 1.0  # seconds between two looks at the actors' signs of life
 
@@ -169,7 +170,8 @@ def _as_it_is(item):
 def _attempt(function, *arguments, **options):
     """Return a function's result, or its exception as a ToolError: Ray Data forwards only the text of exceptions."""
     try:
-        return function(*arguments, **options)
+        with uris_in_errors():
+            return function(*arguments, **options)
     except Exception as error:
         known = as_tool_error(error) or Fault(describe_error(error)[1])
         known.add_note(traceback.format_exc())  # for --debug

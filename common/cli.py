@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from common.errors import BadInput, Stopped, Terminated, describe_error
 from common.messages import keep_stdout_for_the_result, say
+from common.objects import uris_in_errors
 from common.storage import absolute
 
 PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures", "start_timeout")
@@ -25,7 +26,8 @@ def run(main: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> 
     results = keep_stdout_for_the_result()
     signal.signal(signal.SIGTERM, _raise_terminated)
     try:
-        main(args)
+        with uris_in_errors():
+            main(args)
         code = 0
     except BaseException as error:
         if isinstance(error, SystemExit):

@@ -197,7 +197,10 @@ def same_copy(location: str | Path, flag: str, copy: str | Path | None = None) -
 
 @contextlib.contextmanager
 def uris_in_errors() -> Iterator[None]:
-    """Let ToolErrors name the URIs of files, not the paths of their local copies; can decorate a function."""
+    """Let ToolErrors name the URIs of files, not the paths of their local copies; can decorate a function.
+
+    For all that a script does, and for all that a worker does: the worker's copies are known to its process alone.
+    """
     try:
         yield
     except ToolError as error:

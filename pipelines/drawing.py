@@ -17,7 +17,7 @@ from common.errors import BadInput
 from common.folders import check_space
 from common.messages import Progress, say
 from common.no_gc import no_gc
-from common.objects import local_copy, same_copy, uris_in_errors
+from common.objects import local_copy, same_copy
 from common.storage import absolute, is_remote, split
 from common.targets import Files, Held, check_writable, join_name, lock
 from pipelines import loading
@@ -48,7 +48,6 @@ class ImageDrawer:
         self.held = held or {}
         self.folders = {location: Files(location, each) for location, each in self.held.items()}
 
-    @uris_in_errors()
     def __call__(self, item: dict[str, Any]) -> dict[str, str]:
         """Draw a batch: {"model": as in draw_folders, "paths": [files to write], "records": [one per file]}.
 
@@ -133,7 +132,6 @@ def make_copies(model: dict[str, Any]) -> dict[str, str | None]:
     return model.get("copies") or {name: model[name] and str(local_copy(model[name])) for name in LOCATIONS}
 
 
-@uris_in_errors()
 def check_model_and_sampler(model: dict[str, Any], sampler: dict[str, Any]) -> None:
     """Raise BadInput or CheckFailed unless a model's files are whole and it can draw with the sampler's settings.
 
@@ -244,7 +242,6 @@ def _remove_left_files(location: str) -> None:
         path.unlink()
 
 
-@uris_in_errors()
 def _check_needs(folders: list[_Folder]) -> None:
     """Check the free disk space and the models' files before any model is loaded; warn of truncated prompts."""
     needs, models, said = [], {}, {}

@@ -100,9 +100,12 @@ class Loader:
             return "no image"
         try:
             data = row["image"] if isinstance(row["image"], bytes) else self._fetch(source, row["image"])
-            image = read_image(data)
         except BadImage as error:
             return str(error)
+        try:
+            image = read_image(data)
+        except BadImage as error:
+            return str(error) if data is row["image"] else f"{row['image']}: {error}"
         number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # sources have crops of their own
         rng = [row_rng(self.seed, CROP, epoch, number) for _ in self.resolutions]
         pairs = zip(self.resolutions, rng, strict=True)

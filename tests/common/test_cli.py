@@ -10,7 +10,8 @@ import sys
 import pytest
 from conftest import ROOT, SCRIPTS, raiser, run_main
 
-from common import cli, errors
+from common import cli, errors, objects
+from common.stores import Store
 
 pytestmark = pytest.mark.usefixtures("as_script")
 
@@ -39,6 +40,51 @@ def test_sigterm_becomes_143(capsys):
 
     assert run_main(main) == 143
     assert "SIGTERM" in capsys.readouterr().err
+
+
+def run_as_script(script, **flags):
+    """Return the exit code of a script in this process."""
+    module = importlib.import_module(script)
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    with pytest.raises(SystemExit) as exit_:
+        cli.run(module.main, module.parse_args(words))
+    return exit_.value.code
+
+
+def flags_in(s3, script):
+    """Return the flags of a script whose folders are in a store."""
+    given = {"model_dir": s3("model"), "output_dir": s3("out"), "num_workers": 0}
+    more = {
+        "run_model": {"prompts": "a cat"},
+        "train": {"instance_images_dir": s3("photos"), "instance_prompt": "a cat", "prior_loss_weight": 0},
+        "preprocess": {"input": s3("photos"), "max_bad_fraction": 0},
+        "pretrain": {"data": s3("latents")},
+    }
+    return {**given, **more[script]}
+
+
+@pytest.mark.parametrize("script", ["run_model", "train", "preprocess", "pretrain"])
+def test_a_fault_of_a_model_in_a_store_is_named_by_its_uri(script, s3, node_cache, tiny_model, capsys):
+    objects.upload_folder(tiny_model, s3("model"))
+    Store(s3("model")).delete("unet/config.json")
+    assert run_as_script(script, **flags_in(s3, script)) == 3
+    said = capsys.readouterr().err
+    assert f"{s3('model/unet')} has no config.json" in said and str(node_cache) not in said
+
+
+@pytest.mark.parametrize("script", ["train", "preprocess"])
+def test_a_damaged_photo_in_a_store_is_named_by_its_uri(script, s3, node_cache, raw_data, tiny_model, capsys):
+    objects.upload_folder(tiny_model, s3("model"))
+    objects.upload_folder(raw_data, s3("photos"))
+    Store(s3("photos")).write("07.png", (raw_data / "07.png").read_bytes()[:99])
+    assert run_as_script(script, **flags_in(s3, script)) == 3
+    said = capsys.readouterr().err
+    if script == "train":
+        assert f"{s3('photos/07.png')}: damaged" in said
+        assert f"--instance_images_dir {s3('photos')}: 1 bad files (07.png)" in said
+    else:
+        assert re.search(rf"--input {re.escape(s3('photos'))}: 1 of 23 rows .*: 07.png: damaged", said)
+    assert str(node_cache) not in said
 
 
 def test_a_signal_becomes_a_request_to_stop(capsys):
