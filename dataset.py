@@ -16,7 +16,7 @@ from common.actors import map_on_actors
 from common.errors import CheckFailed
 from common.images import draw_crop, read_image_at, read_size, source_of, to_pixel_values
 from common.messages import Progress
-from common.objects import local_copy
+from common.objects import local_copy, same_copy
 from common.targets import Held
 from pipelines import loading
 from pipelines.tokens import tokenize
@@ -119,7 +119,7 @@ class PosteriorEncoder:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         loading.set_up_torch(self.device, num_threads, mixed_precision)
         # float32, because this is computed once, and because SDXL's VAE overflows in float16.
-        model = local_copy(model_dir)
+        model = same_copy(model_dir, "--model_dir")
         self.vae = loading.load_models(str(model), ("vae",), torch.float32)["vae"].to(self.device)
         self.read_image = functools.lru_cache(maxsize=1)(read_image_at)  # the variants of a photo follow each other
         self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed
@@ -282,7 +282,7 @@ class Batches:
     ) -> None:
         from safetensors.torch import load_file
 
-        self.cache = load_file(local_copy(cache_dir) / "posteriors.safetensors")
+        self.cache = load_file(same_copy(cache_dir, "--work_dir") / "posteriors.safetensors")
         self.place = self.cache.pop("place")
         self.pairs, self.seed, self.num_train_timesteps = pairs, seed, num_train_timesteps
         self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from common.errors import BadInput, CheckFailed
-from common.folders import MANIFEST
+from common.folders import MANIFEST, check_on_node
 from common.images import scale_pixels
-from common.objects import local_copy
-from common.storage import Folder, join, open_parquet, read_footer
+from common.objects import same_copy
+from common.storage import Folder, is_remote, join, open_parquet, read_footer
 from pipelines import loading
 from pipelines.configs import pixel_factor, read_config
 from pipelines.model_folder import digest_parts
@@ -52,7 +52,7 @@ class LatentEncoder:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         loading.set_up_torch(self.device, num_threads, mixed_precision)
         dtype = loading.compute_dtype(mixed_precision, self.device)
-        model_dir = str(local_copy(model_dir))
+        model_dir = str(same_copy(model_dir, "--model_dir"))
         if resolutions:  # in float32: each image is encoded only once, and some VAEs overflow in float16
             self.vae = loading.load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
         self.text_encoder = loading.load_models(model_dir, ("text_encoder",), dtype)["text_encoder"].to(self.device)
@@ -150,6 +150,8 @@ class LatentFiles:
 
         {"mean": [B, c, h, w], "std": [B, c, h, w], "prompt": [B, L, D]}; prescaled latents have no "std".
         """
+        if not is_remote(self.location):
+            check_on_node(self.location, "--data")
         name, group, _ = self.chunks[item["chunk"]]
         columns = {"mean": self.image_column, "std": f"{self.image_column}_std", "prompt": self.caption_column}
         if self.prescaled:

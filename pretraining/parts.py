@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from common.storage import Folder, read_footer
+from common.folders import check_on_node
+from common.storage import Folder, is_remote, read_footer
 from pretraining.columns import to_parquet
 from pretraining.latents import FOOTER_THREADS, LatentEncoder
 from pretraining.loader import Loader
@@ -65,6 +66,8 @@ class PartWriter:
     """
 
     def __init__(self, output_dir: str, **encoder_options: Any) -> None:
+        if not is_remote(output_dir):
+            check_on_node(output_dir, "--output_dir")  # which the driver has made: else a part would stay on this node
         self.encoder, self.folder = LatentEncoder(**encoder_options), Folder(output_dir)
 
     def __call__(self, chunk: dict[str, Any]) -> dict[str, Any]:

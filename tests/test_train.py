@@ -591,6 +591,12 @@ def test_bad_input(command, no_models, flags, words):
         command(**flags)
 
 
+def test_a_model_that_the_node_of_a_worker_lacks_is_one_line(command, monkeypatch, tmp_path):
+    monkeypatch.setattr("training.loop.local_copy", lambda location: tmp_path / "none")
+    with pytest.raises(errors.BadInput, match=r"^--model_dir \S+/none does not exist on node \S+: use a folder"):
+        command()
+
+
 def test_a_name_on_the_hub_is_sent_to_cache_model(command):
     """Under Diffusers' name of the flag too, which takes one there."""
     name, flag = "CompVis/stable-diffusion-v1-4", "pretrained_model_name_or_path"

@@ -1,5 +1,6 @@
 """latents.py: what the VAE and the text encoder make of images and captions, and data sets of it."""
 
+import dataclasses
 import json
 import shutil
 
@@ -16,6 +17,7 @@ from common.folders import MANIFEST
 from pretraining import latents as latents_module
 from pretraining.columns import from_column, to_parquet
 from pretraining.latents import LatentEncoder, LatentFiles, digest_encoders, latent_shapes, open_latents
+from pretraining.parts import PartWriter
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
@@ -261,3 +263,14 @@ def test_rows_are_the_same_whatever_the_batch(tiny_model, latents, raw_data, tmp
     for name in ("image_latents_16", "image_latents_16_std", "caption_latents"):
         pair = [from_column(table[name], table[name].type.shape, name) for table in (one, other)]
         assert pair[0] == pytest.approx(pair[1], rel=2e-3, abs=1e-4)
+
+
+def test_a_folder_that_a_workers_node_lacks_is_named_with_its_flag(latents, tiny_model, tmp_path):
+    missing = str(tmp_path / "none")
+    with pytest.raises(errors.BadInput, match=rf"^--model_dir {missing} does not exist on node \S+: use"):
+        LatentEncoder(missing, (), 1, "no")
+    files = dataclasses.replace(open_latents(str(latents), tiny_model, RESOLUTION), location=missing)
+    with pytest.raises(errors.BadInput, match=rf"^--data {missing} does not exist on node \S+: use"):
+        next(files({"chunk": 0, "first": 0, "last": 1}))
+    with pytest.raises(errors.BadInput, match=rf"^--output_dir {missing} does not exist on node \S+: use"):
+        PartWriter(missing, model_dir=str(tiny_model), resolutions=(), batch_size=1, mixed_precision="no")
