@@ -18,6 +18,7 @@ from common.images import draw_crop, read_image_at, read_size, source_of, to_pix
 from common.messages import Progress
 from common.objects import local_copy, same_copy
 from common.targets import Held
+from common.uris import shown
 from pipelines import loading
 from pipelines.tokens import tokenize
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
@@ -179,7 +180,7 @@ def cache_posteriors(
         arrays = {name: np.concatenate([earlier[name], arrays[name]]) for name in arrays}
     with targets.staging(folder) as beside:
         save_file({**arrays, "place": place}, beside / "posteriors.safetensors")
-        read = [[path, variant] for path, _, variant in images]
+        read = [[shown(path), variant] for path, _, variant in images]
         targets.publish(beside, folder, held, made_from=made_from, images=read)
 
 

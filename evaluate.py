@@ -27,6 +27,7 @@ from typing import Any
 from common import cli, folders, messages, targets
 from common.errors import ToolError
 from common.images import ImageFolder, check_images, find_images
+from common.uris import shown
 from evaluation.checks import check_counts, check_family, compare_class_images
 from evaluation.encoders import digest_encoder, find_encoder
 from evaluation.measures import MEASURES
@@ -64,7 +65,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.dino_model == "none" and any(name == "subject_dino" for name, _ in args.fail_under):
         parser.error("--fail_under subject_dino cannot be checked with --dino_model none: remove one of them")
-    args.command = ["python", "evaluate.py", *(sys.argv[1:] if argv is None else argv)]
+    args.command = ["python", "evaluate.py", *map(shown, sys.argv[1:] if argv is None else argv)]
     return args
 
 
@@ -252,11 +253,11 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         encoders = (plan.clip_dir, plan.dino_dir)
         measures, found = measure_sets(sets, prompts.of_class, *encoders, args.memorised_above, args.seed, **pool)
         evaluation = {
-            "output_dir": args.output_dir,
-            "report": folder[REPORT],
+            "output_dir": shown(args.output_dir),
+            "report": shown(folder[REPORT]),
             "drawn": drawn,
             "pictures": {name: len(paths) for name, paths in sets.items()},
-            "encoders": {"clip": args.clip_model, "dino": args.dino_model if plan.dino_dir else None},
+            "encoders": {"clip": shown(args.clip_model), "dino": shown(args.dino_model) if plan.dino_dir else None},
             "measures": measures,
             "settings": plan.settings,
             "details": {"subject": prompts.subject, "prompts": prompts.of_subject, "notes": notes, "nearest": found},
@@ -278,8 +279,8 @@ def main(args: argparse.Namespace) -> None:
     else:
         messages.say(f"{args.output_dir} already holds this evaluation: nothing to do")
         evaluation["drawn"] = 0
-    shown = {name: value for name, value in evaluation.items() if name not in ("settings", "details")}
-    messages.print_result(**shown)
+    result = {name: value for name, value in evaluation.items() if name not in ("settings", "details")}
+    messages.print_result(**result)
     check_limits(args.fail_under, args.fail_above, evaluation["measures"])
 
 

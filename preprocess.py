@@ -25,6 +25,7 @@ from common.errors import BadInput
 from common.messages import Progress, say
 from common.objects import local_copy
 from common.storage import Folder, is_remote, join
+from common.uris import shown
 from pipelines.configs import base_name, base_revision, check_resolution, model_resolution
 from pipelines.model_folder import check_model, check_pipeline
 from pretraining.latents import METADATA, RECORD, digest_encoders, latent_shapes
@@ -74,7 +75,7 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names}
     settings["encoders"] = digest_encoders(args.model_dir)
-    settings["input"] = folders.digest_values([vars(source) for source in sources])
+    settings["input"] = folders.digest_values([{**vars(each), "folder": shown(each.folder)} for each in sources])
     return settings, sources
 
 

@@ -298,7 +298,7 @@ def publish(task, step, device):
     card = partial(
         pretraining_card,
         model_dir=output.model_dir,
-        output_dir=output.output_dir,
+        output_dir=output.output_dir.partition("?")[0],  # without the options of a URI
         sample_prompts=config.sample_prompts,
         rows_per_step=config.rows_per_step,
         settings={**output.settings, "max_train_steps": step},

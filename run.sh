@@ -30,6 +30,10 @@ inside() { # print the location of $2 in folder $1; the options of a URI, such a
     printf '%s' "${1%"$options"}/$2$options"
 }
 
+shown() { # print a location without the secrets in its options
+    sed -E 's/([?&](access_key|secret_key|session_token|access_token)=)[^&]*/\1***/g' <<<"$1"
+}
+
 # Output folders, or URIs in an object store: DATA_PREFIX=s3://bucket/rex
 DATA_PREFIX=${DATA_PREFIX:-data}
 ORIG_MODEL_DIR=${ORIG_MODEL_DIR:-$(inside "$DATA_PREFIX" model-orig)}
@@ -160,7 +164,7 @@ step_4() { # fine-tune the text encoder and the UNet
         --guidance_scale "$GUIDANCE_SCALE" \
         "${WORKERS[@]}" \
         "${TRAIN_WORDS[@]}"
-    echo "The validation images are in $(inside "$TUNED_MODEL_DIR" validation/strip.png)" >&2
+    echo "The validation images are in $(shown "$(inside "$TUNED_MODEL_DIR" validation/strip.png)")" >&2
 }
 
 step_5() { # draw the subject
@@ -176,7 +180,7 @@ step_5() { # draw the subject
         --batch_size "$BATCH_SIZE" \
         "${WORKERS[@]}" \
         "${DRAW_WORDS[@]}"
-    echo "The images are in $IMAGES_NEW_DIR" >&2
+    echo "The images are in $(shown "$IMAGES_NEW_DIR")" >&2
 }
 
 step_6() { # measure what the model learned and forgot, and write a report
@@ -200,7 +204,7 @@ step_6() { # measure what the model learned and forgot, and write a report
         --batch_size "$BATCH_SIZE" \
         "${WORKERS[@]}" \
         "${DRAW_WORDS[@]}"
-    echo "The report is $(inside "$EVALUATION_DIR" report.html)" >&2
+    echo "The report is $(shown "$(inside "$EVALUATION_DIR" report.html)")" >&2
 }
 
 run_step() {

@@ -16,6 +16,7 @@ from common.errors import BadInput, Stopped, Terminated, describe_error
 from common.messages import keep_stdout_for_the_result, say
 from common.objects import uris_in_errors
 from common.storage import absolute
+from common.uris import shown
 
 PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures", "start_timeout")
 
@@ -33,9 +34,9 @@ def run(main: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> 
         if isinstance(error, SystemExit):
             raise
         if args.debug:
-            traceback.print_exc()
+            print(shown(traceback.format_exc()), file=sys.stderr, end="")
         code, message = describe_error(error, args)
-        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+        print(f"{os.path.basename(sys.argv[0])}: {shown(message)}", file=sys.stderr)
     results.flush()
     sys.exit(code)
 
@@ -93,8 +94,8 @@ def check_text(flag: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        shown = text.encode(errors="replace").decode()
-        raise BadInput(f"{flag} {shown!r} is not valid UTF-8: use a UTF-8 terminal") from None
+        readable = text.encode(errors="replace").decode()
+        raise BadInput(f"{flag} {readable!r} is not valid UTF-8: use a UTF-8 terminal") from None
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -108,9 +109,14 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if hidden else super()._get_help_string(action)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        super().error(shown(message))
+
+
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser whose help shows `doc` with its line breaks, and the defaults of flags."""
-    return argparse.ArgumentParser(description=doc, formatter_class=_HelpFormatter, allow_abbrev=False)
+    return _Parser(description=doc, formatter_class=_HelpFormatter, allow_abbrev=False)
 
 
 def add_shared_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

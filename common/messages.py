@@ -6,11 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from common.uris import shown
+
 _listeners: list[Callable[[str], Any]] = []
 
 
 def say(message: str) -> None:
-    """Print one line for the user on stderr and pass it to all listeners."""
+    """Print one line for the user on stderr and pass it to all listeners, without secrets of URIs."""
+    message = shown(message)
     print(message, file=sys.stderr, flush=True)
     for listener in _listeners:
         listener(message)
@@ -35,13 +38,13 @@ def keep_stdout_for_the_result() -> TextIO:
 
 
 def print_last(line: str) -> None:
-    """Print the last line of stdout, which other programs read."""
+    """Print the last line of stdout, which other programs read, as it is."""
     print(line, file=_results or sys.stdout, flush=True)
 
 
 def print_result(**result: Any) -> None:
-    """Print one JSON object as the last line of stdout."""
-    print_last(json.dumps(result))
+    """Print one JSON object as the last line of stdout, without secrets of URIs."""
+    print_last(shown(json.dumps(result)))
 
 
 class Progress:

@@ -20,7 +20,7 @@ from common.errors import BadInput, CheckFailed, ToolError, TryAgain
 from common.folders import MANIFEST
 from common.storage import is_remote, join
 from common.stores import PARALLEL, PART, Object, Store, Writer
-from common.uris import Conflict
+from common.uris import Conflict, shown
 
 if TYPE_CHECKING:
     from common.leases import Borrowed, Lease
@@ -197,9 +197,10 @@ def same_copy(location: str | Path, flag: str, copy: str | Path | None = None) -
 
 @contextlib.contextmanager
 def uris_in_errors() -> Iterator[None]:
-    """Let ToolErrors name the URIs of files, not the paths of their local copies; can decorate a function.
+    """Let ToolErrors name the URIs of files, without secrets, not the paths of their local copies.
 
-    For all that a script does, and for all that a worker does: the worker's copies are known to its process alone.
+    It is for all that a script does, and for all that a worker does: only its own process knows a worker's copies, and
+    Ray writes the errors of workers to its logs.
     """
     try:
         yield
@@ -208,7 +209,7 @@ def uris_in_errors() -> Iterator[None]:
         for copy, uri in _copied.items():
             path = re.compile(rf"{re.escape(str(copy))}(?:/([^\s,:()]+))?")
             text = path.sub(lambda found, uri=uri: join(uri, found[1]) if found[1] else uri, text)
-        error.args = (text, *error.args[1:]) if text != str(error) else error.args
+        error.args = (shown(text), *error.args[1:]) if shown(text) != str(error) else error.args
         raise
 
 

@@ -18,6 +18,7 @@ from common import cli
 from common.errors import BadInput
 from common.images import BadImage, crop_square, read_image
 from common.storage import Folder, is_remote, split
+from common.uris import shown
 from pretraining.raw_data import Source, read_rows
 from utils import CROP, row_rng
 
@@ -101,11 +102,11 @@ class Loader:
         try:
             data = row["image"] if isinstance(row["image"], bytes) else self._fetch(source, row["image"])
         except BadImage as error:
-            return str(error)
+            return shown(str(error))
         try:
             image = read_image(data)
         except BadImage as error:
-            return str(error) if data is row["image"] else f"{row['image']}: {error}"
+            return str(error) if data is row["image"] else shown(f"{row['image']}: {error}")
         number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # sources have crops of their own
         rng = [row_rng(self.seed, CROP, epoch, number) for _ in self.resolutions]
         pairs = zip(self.resolutions, rng, strict=True)

@@ -6,9 +6,10 @@ import os
 import re
 import signal
 import sys
+from unittest import mock
 
 import pytest
-from conftest import ROOT, SCRIPTS, raiser, run_main
+from conftest import ROOT, SCRIPTS, raiser, run_main, run_script
 
 from common import cli, errors, objects
 from common.stores import Store
@@ -85,6 +86,52 @@ def test_a_damaged_photo_in_a_store_is_named_by_its_uri(script, s3, node_cache, 
     else:
         assert re.search(rf"--input {re.escape(s3('photos'))}: 1 of 23 rows .*: 07.png: damaged", said)
     assert str(node_cache) not in said
+
+
+def test_no_secret_of_a_uri_is_shown_or_written(s3, tiny_model, photos, tmp_path):
+    """Of runs that succeed, of one that has nothing to do, and of one that fails; the same settings are recognised."""
+    secrets = {"access_key": "AKIDOFNOBODY", "secret_key": "hush%2Fhush"}
+
+    def uri(name):
+        return "&".join([s3(name), *(f"{option}={value}" for option, value in secrets.items())])
+
+    objects.upload_folder(tiny_model, uri("model"))
+    objects.upload_folder(photos, uri("photos"))
+
+    def run(script, **more):
+        flags = {**flags_in(uri, script), **more}
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        switches = ["--debug", *(["--keep_checkpoints"] if script == "train" else [])]
+        done = run_script(f"{script}.py", *words, *switches, DREAMBOOTH_CACHE=str(tmp_path / "cache"))
+        said = done.stdout + done.stderr
+        assert not any(secret in said for secret in ("AKIDOFNOBODY", "hush")), said
+        return done.returncode, said
+
+    train = {"output_dir": uri("tuned"), "max_train_steps": 2, "validation_prompts": "a cat"}
+    assert run("run_model", num_inference_steps=2) == (0, mock.ANY)
+    assert run("train", **train) == (0, mock.ANY)
+    code, said = run("train", **train)
+    assert code == 0 and "secret_key=*** is already trained for 2 steps: nothing to do" in said
+    code, said = run("train", **{**train, "instance_images_dir": uri("none")})
+    assert code == 3 and "none?" in said and "access_key=***&secret_key=*** does not exist" in said
+    code, said = run("run_model", no_such_flag=uri("x"))
+    assert code == 2 and "secret_key=***" in said
+
+    store = Store(s3(""))
+    written = {name: store.read(name) for name in store.list()}
+    assert {"out/metadata.jsonl", "tuned/README.md", "tuned.work/run.json", "tuned.work/.lock"} <= written.keys()
+    assert any(name.startswith("tuned.work/posteriors/") for name in written)
+    assert not [name for name, data in written.items() if b"AKIDOFNOBODY" in data or b"hush" in data]
+
+
+def test_a_new_secret_leaves_the_settings_of_a_data_set(s3, raw_data, tiny_model):
+    preprocess = importlib.import_module("preprocess")
+    objects.upload_folder(raw_data, s3("photos"))
+    settings = []
+    for secret in ("one", "two"):
+        words = ["--input", f"{s3('photos')}&access_key=test&secret_key={secret}", "--output_dir", "x"]
+        settings.append(preprocess.read_settings(preprocess.parse_args([*words, "--model_dir", str(tiny_model)]))[0])
+    assert settings[0] == settings[1]
 
 
 def test_a_signal_becomes_a_request_to_stop(capsys):

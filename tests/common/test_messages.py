@@ -69,3 +69,20 @@ def test_stdout_holds_the_last_line_alone(tmp_path):
     )
     assert (done.returncode, done.stdout) == (0, '{"done": 1}\n')
     assert done.stderr == "a worker died\nanother one\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://b/x?access_key=A&secret_key=b/c+d=: refused", "s3://b/x?access_key=***&secret_key=***: refused"),
+        ("(gs://b/x?access_token=ya29.a-b_c)", "(gs://b/x?access_token=***)"),
+        ("'s3://b?region=r&session_token=A%2Fb', next", "'s3://b?region=r&session_token=***', next"),
+        ("s3://b/x?region=r&endpoint_override=http://h:1", "s3://b/x?region=r&endpoint_override=http://h:1"),
+        ("secret_key=a of no URI", "secret_key=a of no URI"),
+    ],
+)
+def test_secrets_of_uris_are_not_said(text, expected, capsys):
+    messages.say(text)
+    messages.print_result(place=text)
+    shown = capsys.readouterr()
+    assert shown.err == f"{expected}\n" and json.loads(shown.out) == {"place": expected}
