@@ -54,6 +54,11 @@ def parse(uri: str) -> Address:
     options: dict[str, Any] = dict(urllib.parse.parse_qsl(parts.query))
     options["anonymous"] = options.get("anonymous") == "true"
     scheme = {"gcs": "gs"}.get(parts.scheme, parts.scheme)
+    if scheme == "hf":
+        raise BadInput(
+            f"{uri}: hf:// is not an object store: pass a model's name to cache_model.py --model_name, and download "
+            "photos with `hf download` first"
+        )
     if scheme not in ("s3", "gs"):
         raise BadInput(f"{uri}: {parts.scheme}:// is not supported: use a path, s3:// or gs://")
     if scheme == "s3":

@@ -124,6 +124,25 @@ def test_no_secret_of_a_uri_is_shown_or_written(s3, tiny_model, photos, tmp_path
     assert not [name for name, data in written.items() if b"AKIDOFNOBODY" in data or b"hush" in data]
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("cache_model", {"model_name": "hf://nobody/model", "model_dir": "cache"}),
+        ("run_model", {"model_dir": "hf://nobody/model", "output_dir": "out", "prompts": "a cat"}),
+        ("train", {"instance_images_dir": "hf://datasets/nobody/photos"}),
+        ("preprocess", {"input": "hf://datasets/nobody/photos"}),
+    ],
+)
+def test_a_location_on_the_hub_is_one_line_that_says_what_to_do(script, flags, tiny_model, tmp_path, capsys):
+    here = {"train": {"instance_prompt": "a cat", "prior_loss_weight": 0}, "preprocess": {}}
+    if script in here:
+        flags = {"model_dir": tiny_model, "output_dir": tmp_path / "out", **here[script], **flags}
+    assert run_as_script(script, **flags) == 3
+    uri = next(value for value in flags.values() if str(value).startswith("hf://"))
+    expected = f"{uri}: hf:// is not an object store: pass a model's name to cache_model.py --model_name, and download "
+    assert capsys.readouterr().err == f"script.py: {expected}photos with `hf download` first\n"
+
+
 def test_a_new_secret_leaves_the_settings_of_a_data_set(s3, raw_data, tiny_model):
     preprocess = importlib.import_module("preprocess")
     objects.upload_folder(raw_data, s3("photos"))
