@@ -22,17 +22,17 @@ from common.errors import BadInput
 from common.objects import local_copy, uris_in_errors
 from common.storage import split
 from pipelines import loading
-from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config, read_unet_config
-from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of, digest_model
+from pipelines.configs import pixel_factor, read_config, read_unet_config
+from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of
 from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
-from pretraining.latents import LatentEncoder, LatentFiles, open_latents
-from pretraining.loader import add_raw_data_flags, loader_options
+from pretraining.inputs import add_data_flags, open_data
+from pretraining.latents import LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
-from pretraining.raw_data import list_sources
 from pretraining.resources import share_with_loaders
 from pretraining.streams import Order
 from training import checkpoints, driver, flags, launch, loop, parallel, resuming
+from training.inputs import check_inputs
 from training.modules import load_unet
 from training.optimizer import make_optimizer
 from training.publishing import pretraining_card, publish_pipeline
@@ -48,7 +48,7 @@ SETTINGS = """
 def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
-    _add_data_flags(parser)
+    add_data_flags(parser)
     _add_model_flags(parser)
     _add_training_flags(parser)
     add_hub_flags(parser.add_argument_group("upload"))
@@ -73,25 +73,6 @@ def parse_args(argv=None):
     if args.unet_config and args.init_from_pretrained:
         parser.error("--unet_config makes a new UNet, --init_from_pretrained loads the model's: use only one of them")
     return args
-
-
-def _add_data_flags(parser):
-    group = parser.add_argument_group("data")
-    data = "folder or URI of latents from preprocess.py; with --online, of images and captions"
-    group.add_argument("--data", required=True, help=data)
-    group.add_argument("--online", action="store_true", help="read images and captions and encode them while training")
-    side = "width and height in pixels to train on; default: the model's resolution"
-    group.add_argument("--resolution", type=cli.positive_int, help=side)
-    group.add_argument("--latents_column", help="column of image latents; default: image_latents_RESOLUTION")
-    captions = "column of caption embeddings; default: caption_latents or caption_embeddings"
-    group.add_argument("--caption_latents_column", help=captions)
-    scaled = "the latents are scaled samples, without a standard deviation and metadata.json, as in published data sets"
-    group.add_argument("--prescaled_latents", action="store_true", help=scaled)
-    rows = "number of rows at the end of the data that are held out for the validation loss"
-    group.add_argument("--num_validation_rows", type=cli.non_negative_int, default=0, help=rows)
-    window = "number of row groups that are shuffled together"
-    group.add_argument("--shuffle_window", type=cli.positive_int, default=16, help=window)
-    add_raw_data_flags(parser.add_argument_group("raw data (with --online)"))
 
 
 def _add_model_flags(parser):
@@ -312,33 +293,13 @@ def publish(task, step, device):
 # The driver
 
 
-def open_data(args):
-    """Return the LatentFiles or RawImages of --data, checked against the model; nothing is decoded."""
-    if not args.online:
-        columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
-        return open_latents(args.data, args.model_dir, args.resolution, *columns)
-    sources = list_sources(args.data, args.image_column, args.caption_column, flag="--data")
-    encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
-    encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
-    loader = loader_options(args, (args.resolution,))
-    return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, args.max_bad_fraction)
-
-
 def read_inputs(args):
     """Check the model, the data and the flags; return (settings of the run, data)."""
     check_pipeline(args.model_dir)
-    args.resolution = args.resolution or model_resolution(args.model_dir)
-    check_resolution(args.model_dir, "--resolution", args.resolution)
-    for prompt in args.sample_prompts:
-        cli.check_text("--sample_prompts", prompt)
-    targets.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_location, data=args.data)
-    for name in ("output_dir", "work_dir"):
-        targets.check_writable(getattr(args, name), f"--{name}")
+    settings = check_inputs(args, SETTINGS, "sample_prompts", data=args.data)
     data = open_data(args)
-    settings = {name: getattr(args, name) for name in SETTINGS}
     sample_size = args.resolution // pixel_factor(args.model_dir)
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}
-    settings["model"] = digest_model(args.model_dir)
     settings["data"] = folders.digest_values(data.fingerprint)
     return settings, data
 
@@ -352,10 +313,7 @@ def plan_steps(args, settings, data, num_workers):
     if rows <= 0:
         raise BadInput(f"--num_validation_rows {args.num_validation_rows} leaves none of {total} rows to train on")
     driver.check_batch(rows, per_step, f"--data {args.data}", "rows")
-    steps = args.max_steps or driver.steps_of(args.max_epochs * rows, per_step)
-    if not args.lr_scheduler.startswith("constant"):
-        settings["max_train_steps"] = steps  # the learning rate depends on the last step
-    return steps
+    return args.max_steps or driver.steps_of(args.max_epochs * rows, per_step)
 
 
 def train(args, settings, data, steps, num_workers, owner):

@@ -23,12 +23,13 @@ from common.objects import local_copy, uris_in_errors
 from common.storage import split
 from dataset import Batches, Pairs, cache_posteriors, encode_prompts
 from pipelines import loading
-from pipelines.configs import check_resolution, model_resolution, pixel_factor, read_config
-from pipelines.model_folder import check_model, check_pipeline, count_weights, digest_model
+from pipelines.configs import pixel_factor, read_config
+from pipelines.model_folder import check_model, check_pipeline, count_weights
 from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
 from pipelines.upload import add_hub_flags, check_hub_flags
 from training import checkpoints, driver, flags, launch, loop, parallel, resuming, validation
+from training.inputs import check_inputs
 from training.modules import join_modules, load_modules
 from training.optimizer import make_optimizer
 from training.publishing import dreambooth_card, publish_pipeline
@@ -276,17 +277,9 @@ def read_inputs(args):
     index = check_pipeline(args.model_dir)
     if index["_class_name"] != "StableDiffusionPipeline":
         raise BadInput(f"--model_dir {args.model_dir} is a {index['_class_name']}, not a StableDiffusionPipeline")
-    args.resolution = args.resolution or model_resolution(args.model_dir)
-    check_resolution(args.model_dir, "--resolution", args.resolution)
     check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
-    for prompt in args.validation_prompts:
-        cli.check_text("--validation_prompts", prompt)
     images_dirs = {name: getattr(args, name) for name in IMAGES_DIRS}
-    targets.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_location, **images_dirs)
-    for name in ("output_dir", "work_dir"):
-        targets.check_writable(getattr(args, name), f"--{name}")
-    settings = {name: getattr(args, name) for name in SETTINGS}
-    settings["model"] = digest_model(args.model_dir)
+    settings = check_inputs(args, SETTINGS, "validation_prompts", **images_dirs)
     images = {name: find_images(folder, f"--{name}") for name, folder in images_dirs.items() if folder}
     digests = {name: folders.digest_files(found.files.values()) for name, found in images.items()}
     settings |= {name: digests.get(name) for name in IMAGES_DIRS}
@@ -297,10 +290,7 @@ def plan_steps(args, settings, images, num_workers):
     """Add the pairs of a step, of all workers together, to `settings`; return the number of steps to train for."""
     settings["pairs_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * max(1, num_workers)
     num_pairs = args.max_train_pairs or args.num_epochs * max(len(found.files) for found in images.values())
-    steps = args.max_train_steps or driver.steps_of(num_pairs, settings["pairs_per_step"])
-    if not args.lr_scheduler.startswith("constant"):
-        settings["max_train_steps"] = steps  # the learning rate depends on the last step
-    return steps
+    return args.max_train_steps or driver.steps_of(num_pairs, settings["pairs_per_step"])
 
 
 def check_needs(args, num_rows):

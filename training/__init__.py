@@ -7,6 +7,6 @@ task         what a worker has to know, by topic      checkpoints  saved, sealed
 flags        command-line flags of both scripts       logs         log.jsonl and TensorBoard
 workers      a worker's place among the others        validation   validation images
 loop         the training loop                        publishing   the published pipeline and its model card
-modules      the modules to train, loaded             inputs       folders by path or URI, their copies here
+modules      the modules to train, loaded             inputs       checks of flags and folders
 work_folder  log and images of a run, on a disk or copied to a store
 """

@@ -42,6 +42,8 @@ def run_training(
         nodes = start_ray(args.address, args.insecure_cluster, TRAINER)
         num_workers = default_workers(nodes, args.gpus_per_worker, without_gpus=1)
     steps = plan_steps(num_workers[1] if isinstance(num_workers, tuple) else num_workers)
+    if not args.lr_scheduler.startswith("constant"):
+        settings["max_train_steps"] = steps  # the learning rate depends on the last step
     if resuming.is_finished(args.output_dir, settings, steps, args.overwrite):
         say(f"{args.output_dir} is already trained for {steps} steps: nothing to do")
         if resuming.is_to_drop(args.output_dir, args.work_dir):  # the run was killed before it dropped them

@@ -1,0 +1,41 @@
+"""The data of pretrain.py: its flags, and the data that they name, checked and opened."""
+
+import argparse
+
+from common import cli
+from pretraining.latents import LatentFiles, open_latents
+from pretraining.loader import add_raw_data_flags, loader_options
+from pretraining.online import RawImages
+from pretraining.raw_data import list_sources
+
+
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the data that pretrain.py trains on."""
+    group = parser.add_argument_group("data")
+    data = "folder or URI of latents from preprocess.py; with --online, of images and captions"
+    group.add_argument("--data", required=True, help=data)
+    group.add_argument("--online", action="store_true", help="read images and captions and encode them while training")
+    side = "width and height in pixels to train on; default: the model's resolution"
+    group.add_argument("--resolution", type=cli.positive_int, help=side)
+    group.add_argument("--latents_column", help="column of image latents; default: image_latents_RESOLUTION")
+    captions = "column of caption embeddings; default: caption_latents or caption_embeddings"
+    group.add_argument("--caption_latents_column", help=captions)
+    scaled = "the latents are scaled samples, without a standard deviation and metadata.json, as in published data sets"
+    group.add_argument("--prescaled_latents", action="store_true", help=scaled)
+    rows = "number of rows at the end of the data that are held out for the validation loss"
+    group.add_argument("--num_validation_rows", type=cli.non_negative_int, default=0, help=rows)
+    window = "number of row groups that are shuffled together"
+    group.add_argument("--shuffle_window", type=cli.positive_int, default=16, help=window)
+    add_raw_data_flags(parser.add_argument_group("raw data (with --online)"))
+
+
+def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:
+    """Return the LatentFiles or RawImages of --data, checked against the model; nothing is decoded."""
+    if not args.online:
+        columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
+        return open_latents(args.data, args.model_dir, args.resolution, *columns)
+    sources = list_sources(args.data, args.image_column, args.caption_column, flag="--data")
+    encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
+    encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
+    loader = loader_options(args, (args.resolution,))
+    return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, args.max_bad_fraction)
