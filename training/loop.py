@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common import board
 from common.errors import CheckFailed
 from common.no_gc import no_gc
-from common.objects import local_copy
+from common.objects import same_copy
 from common.storage import is_remote
 from training import checkpoints, parallel, work_folder
 from training.checkpoints import Start
@@ -232,7 +232,8 @@ def work(
     """
     with no_gc():
         place = find_place(task.compute.num_workers, task.compute.is_on_cluster)
-        task = replace(task, output=replace(task.output, model_dir=str(local_copy(task.output.model_dir))))
+        model_dir = same_copy(task.output.model_dir, "--model_dir")
+        task = replace(task, output=replace(task.output, model_dir=str(model_dir)))
         if place.rank == 0:
             work_folder.fetch(task.output.work_dir)
         run = prepare(task, place, checkpoints.find_start(task.output.work_dir, place))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.folders import check_on_node
 from pipelines import loading
 from training.workers import Place
 
@@ -24,7 +23,6 @@ def load_modules(
     """Return (modules to train by name, frozen text encoder or None), from checkpoint `folder` if there is one."""
     import torch
 
-    check_on_node(model_dir, "--model_dir")
     modules = loading.load_models(model_dir, ("text_encoder", "unet"), torch.float32, folder)
     modules = {name: module.to(device).train() for name, module in modules.items()}
     if channels_last:
@@ -72,7 +70,6 @@ def load_unet(
     import torch
     from diffusers import UNet2DConditionModel
 
-    check_on_node(model_dir, "--model_dir")
     if folder or from_pretrained:
         unet = loading.load_models(model_dir, ("unet",), torch.float32, folder)["unet"]
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common import board
 from common.errors import one_line
 from common.messages import listen
+from common.uris import shown
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,7 @@ class Reports:
             ray.train.report(metrics)
             return
         with tempfile.TemporaryDirectory() as folder:  # Ray drops metrics without a checkpoint: it gets ours by name
-            Path(folder, "checkpoint.json").write_text(json.dumps({"checkpoint": checkpoint, **metrics}))
+            Path(folder, "checkpoint.json").write_text(json.dumps({"checkpoint": shown(checkpoint), **metrics}))
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
     def close(self) -> None:
