@@ -15,7 +15,7 @@ from conftest import ROOT, last_json, make_photos, run_script, tree
 from fake_hub import TOKEN
 
 import train
-from common import board, errors, folders
+from common import board, errors, folders, objects
 from common.images import find_images
 from training import checkpoints, logs, loop, validation
 
@@ -592,7 +592,7 @@ def test_bad_input(command, no_models, flags, words):
 
 
 def test_a_model_that_the_node_of_a_worker_lacks_is_one_line(command, monkeypatch, tmp_path):
-    monkeypatch.setattr("training.loop.local_copy", lambda location: tmp_path / "none")
+    monkeypatch.setattr("training.loop.same_copy", lambda location, flag: objects.same_copy(tmp_path / "none", flag))
     with pytest.raises(errors.BadInput, match=r"^--model_dir \S+/none does not exist on node \S+: use a folder"):
         command()
 
