@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import folders
-from common.errors import BadInput, ToolError, TryAgain
+from common.errors import BadInput, Stopped, ToolError, TryAgain
 from common.stores import LARGE, Object, Store, Tag, Writer
 from common.uris import Conflict
 
@@ -63,7 +63,7 @@ class Lease:
         """Raise TryAgain if another run may have taken the lock; makes no request."""
         self.lost = self.lost or _clock() > self.sure_until
         if self.lost:
-            raise TryAgain(f"{self.store.uri} now belongs to another run: this run stops")
+            raise _lost(self.store.uri)
 
     def confirm(self) -> Tag | None:
         """Return the version of the lock object; raise TryAgain unless the store says that this process holds it."""
@@ -98,6 +98,10 @@ def lease(uri: str, seconds: float = SECONDS) -> Iterator[Lease]:
     thread.start()
     try:
         yield held
+    except Exception as error:  # a request that failed because this process slept, say
+        if not isinstance(error, Stopped) and _is_taken(held):
+            raise _lost(uri) from error
+        raise
     finally:
         ended.set()
         held.rewrite("")  # the next run can take it at once; the object stays, as it holds the last token
@@ -113,7 +117,7 @@ class Borrowed:
     def check(self) -> None:
         """Raise TryAgain unless `owner` still holds the lock."""
         if _read(self.store)[0].get("owner") != self.owner:
-            raise TryAgain(f"{self.store.uri} now belongs to another run: this run stops")
+            raise _lost(self.store.uri)
 
     confirm = check
 
@@ -126,6 +130,17 @@ class Borrowed:
 def borrow(uri: str, owner: str) -> Borrowed:
     """Return the lease of another process; the same one each time, because opening a store can take requests."""
     return Borrowed(uri, owner)
+
+
+def _lost(uri: str) -> TryAgain:
+    return TryAgain(f"{uri} now belongs to another run: this run stops")
+
+
+def _is_taken(held: Lease) -> bool:
+    """Return whether the store says that another run has taken a lease."""
+    with contextlib.suppress(ToolError):
+        return _read(held.store)[0].get("owner") != held.owner
+    return False
 
 
 def _acquire(store: Store, seconds: float) -> Lease:

@@ -22,11 +22,20 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-from common import folders
+from common import folders, leases
 from training import checkpoints, logs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TRANSFORMERS_VERBOSITY": "error"}
+
+COLD_WITH_SHORT_LEASES = """
+import functools, runpy, sys
+root, seconds, *sys.argv = sys.argv[1:]
+sys.path[0] = root
+from common import leases
+leases.lease = functools.partial(leases.lease, seconds=float(seconds))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 warm = multiprocessing.get_context("forkserver")
 
@@ -35,18 +44,22 @@ warm = multiprocessing.get_context("forkserver")
 # Scripts at work
 
 
-def _be_script(words, output, cold, largest_file):
+def _be_script(words, output, cold, largest_file, lease_seconds, variables):
     """What a forked process does: it becomes the script; `cold` starts Python anew."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts in the background without it
     os.environ.pop("PYTHONPATH")
+    os.environ.update(variables)
     for descriptor, name in enumerate((os.devnull, output / "stdout", output / "stderr")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), descriptor)
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     if cold:
         os.environ["FAULTS_OUTPUT"] = str(output)
-        os.execv(sys.executable, [sys.executable, *words])
+        shorter = [] if lease_seconds is None else ["-c", COLD_WITH_SHORT_LEASES, str(ROOT), str(lease_seconds)]
+        os.execv(sys.executable, [sys.executable, *shorter, *words])
+    if lease_seconds is not None:
+        leases.lease = functools.partial(leases.lease, seconds=lease_seconds)
     multiprocessing.set_start_method(None, force=True)  # as in a process that was not forked
     sys.argv[:] = words
     sys.path.insert(0, str(ROOT))
@@ -76,14 +89,15 @@ class Script:
     """A script of the project at work; leaving its context kills what is left of it.
 
     command: [script, *arguments]; cold: without the imports that are ready, as Ray's drivers need it.
-    largest_file: bytes, past which the kernel refuses to write, as on a full disk.
+    largest_file: bytes, past which the kernel refuses to write, as on a full disk. lease_seconds: those of its locks in
+    object stores. variables: of its environment.
     """
 
-    def __init__(self, command, cold=False, largest_file=None):
+    def __init__(self, command, cold=False, largest_file=None, lease_seconds=None, variables=None):
         self.name, *arguments = map(str, command)
         self.output = Path(tempfile.mkdtemp(dir=scratch()))
         words = [str(ROOT / self.name), *arguments]
-        self.process = _fork(_be_script, words, self.output, cold, largest_file)
+        self.process = _fork(_be_script, words, self.output, cold, largest_file, lease_seconds, variables or {})
         self.pid = self.process.pid
 
     def __enter__(self):

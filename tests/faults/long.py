@@ -347,6 +347,13 @@ SHORT = (
     tests(3, "evaluate", "SIGKILL and SIGTERM", "evaluate.py, among its pictures", "killed_evaluation"),
     tests(4, "two_runs", "two runs on one output", "a second run beside one that is halted; then that one is killed"),
     tests(
+        3,
+        "two_hosts",
+        "two hosts on one output in an object store",
+        "the first is halted past its lease, with and without Ray workers, or killed; the second is started again and "
+        "again",
+    ),
+    tests(
         6,
         "weights",
         "damage, pickles",
