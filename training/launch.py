@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -90,7 +91,7 @@ def _run_on_ray(
         return _attempt(train_loop, with_workers(task, size), signals, share, nodes.is_local, has_grown)
 
     result = _until_done(attempt, Plan(task, share, signals, max_failures, start_timeout, address, insecure_cluster))
-    targets.delete(_storage_path(task), task.output.held)
+    _delete_ray_files(task)
     return result
 
 
@@ -236,6 +237,15 @@ def _no_room(seconds: float) -> TryAgain:
 def _storage_path(task: Task) -> str:
     """Return the location of the files that Ray Train writes for itself."""
     return targets.join_name(task.output.work_dir, RAY)
+
+
+def _delete_ray_files(task: Task) -> None:
+    """Delete what Ray Train wrote for itself; in a store, also the empty objects with which it marks folders."""
+    targets.delete(_storage_path(task), task.output.held)
+    if is_remote(task.output.work_dir):
+        folder = Folder(_storage_path(task))
+        with contextlib.suppress(OSError):  # some stores cannot delete many objects at once: the empty ones stay
+            folder.filesystem.delete_dir(folder.path)
 
 
 def _attempt(
