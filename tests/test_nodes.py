@@ -1,10 +1,12 @@
 """The scripts on a cluster of several nodes that share no disk: every folder is in an object store."""
 
+import contextlib
 import subprocess
 
+import psutil
 import pytest
 from conftest import make_photos
-from nodes import ROOT, Nodes, assert_equal_images, begin, end, read_log, variables
+from nodes import ROOT, Nodes, assert_equal_images, begin, end, read_log, variables, wait_until
 
 from common import objects, stores
 
@@ -65,3 +67,23 @@ def test_run_sh_with_everything_in_a_store_makes_what_it_makes_here(nodes, s3, t
     assert read_log(here / "model-tuned.work") == pytest.approx(read_log(s3("data/model-tuned.work")), abs=1e-5)
     for name in ("images-own", "images-reg", "images-new", "model-tuned/validation", "evaluation"):
         assert_equal_images(here / name, s3(f"data/{name}"), within=2)
+
+
+@pytest.mark.faults  # more than a minute
+def test_a_worker_that_is_told_to_end_saves_and_the_workers_start_again(nodes, store, tmp_path):
+    """No failure is allowed and no checkpoint is due: what continues in the middle was saved because of SIGTERM."""
+    flags = ["--max_train_steps", "600", "--checkpointing_steps", "600", "--log_every", "10", "--max_failures", "0"]
+    process = begin("train.py", nodes, tmp_path, *train_words(store, "--num_workers", "2", *flags))
+    wait_until(lambda: "train: " in (tmp_path / "stderr").read_text(), process, tmp_path)
+    workers = [child for child in psutil.Process(nodes.process.pid).children(recursive=True) if is_training(child)]
+    assert len(workers) == 2
+    workers[0].terminate()
+    code, result, said = end(process, tmp_path)
+    assert code == 0 and 0 < result["trained"] < 600, said
+    assert said.count("the workers start again from it") == 1 and "restarting" not in said
+    assert not [name for name in stores.Store(store("tuned.work")).list() if "checkpoint" in name]
+
+
+def is_training(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "RayTrainWorker" in " ".join(process.cmdline())

@@ -34,7 +34,7 @@ from common.storage import Folder, is_remote
 from training.following import show
 from training.task import Task
 from training.work_folder import RAY
-from training.workers import tell_driver
+from training.workers import take_sigterm_as_notice, tell_driver
 
 TRAINER = "ray.train.torch"  # the part of Ray that trains
 START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
@@ -197,7 +197,7 @@ def _until_done(attempt: Callable[..., dict], plan: Plan) -> dict[str, Any]:
         limit, idle = sizes[0], 0 if result["trained"] else idle + 1
         if idle >= MAX_IDLE_RESTARTS:
             raise TryAgain("the nodes of the cluster change faster than a step takes: run the same command again")
-        say("the nodes of the cluster change: a checkpoint is saved, and the workers start again from it")
+        say("nodes or workers of the cluster leave or join: a checkpoint is saved, and the workers start again from it")
 
 
 def _check_loss(error: Exception, is_last: bool) -> None:
@@ -295,7 +295,7 @@ def _fit(
 
 
 def _make_trainer_class(is_alone: bool) -> Any:
-    """Return TorchTrainer without those of its actors that only cost time here.
+    """Return TorchTrainer without those of its actors that only cost time here; on a cluster, SIGTERM is a notice.
 
     One of them hands out Ray Data datasets, of which there are none. The other releases the workers' CPUs if the
     controller dies; it asks Ray's dashboard, which a local Ray does not have, and would delay each run by 12 seconds.
@@ -308,6 +308,24 @@ def _make_trainer_class(is_alone: bool) -> Any:
         # A private method of Ray's: if it goes, the actors are back, and nothing else changes.
         def _create_default_callbacks(self, *arguments: Any, **options: Any) -> list:
             callbacks = super()._create_default_callbacks(*arguments, **options)
-            return [each for each in callbacks if type(each).__name__ not in needless]
+            kept = [each for each in callbacks if type(each).__name__ not in needless]
+            return kept if is_alone else [*kept, *_notices()]
 
     return Trainer
+
+
+def _notices() -> list:
+    """Return what makes Ray's controller set the SIGTERM handler of each worker, in its main thread.
+
+    The import is private to Ray: in a version without it, SIGTERM is the death of a worker.
+    """
+    try:
+        from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+    except ImportError:
+        return []
+
+    class Notices(WorkerGroupCallback):
+        def after_worker_group_start(self, worker_group: Any) -> None:
+            worker_group.execute(take_sigterm_as_notice)
+
+    return [Notices()]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SENT_WITHIN = 3  # seconds; Ray takes a report every two seconds
+
+_told_to_end = threading.Event()  # by a SIGTERM to this process
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,13 @@ class Reports:
     """
 
     def __init__(self, place: Place) -> None:
-        self.place, self.is_preempted, self.metrics = place, False, {}
+        self.place, self.has_notice, self.metrics = place, False, {}
         self.thread = ThreadPoolExecutor(1) if place.is_on_ray else None
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether this worker, or its node, is about to be taken away."""
+        return self.has_notice or _told_to_end.is_set()
 
     def ask(self) -> None:
         """Ask for notices; `is_preempted` is true some time after there was one."""
@@ -126,7 +135,7 @@ class Reports:
     def _ask(self) -> None:
         import ray.train
 
-        self.is_preempted = self.is_preempted or ray.train.get_preemption_info() is not None
+        self.has_notice = self.has_notice or ray.train.get_preemption_info() is not None
 
     def report(self, step: int, checkpoint: str) -> None:
         """Send `metrics` and the location of a checkpoint, for Ray's dashboard and Result.metrics."""
@@ -150,6 +159,21 @@ class Reports:
             with contextlib.suppress(TimeoutError):
                 done.result(SENT_WITHIN)
             self.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def take_sigterm_as_notice() -> None:
+    """Let a first SIGTERM make the workers save and start again, as a notice does; a second one ends this process.
+
+    Called in the main thread of a worker, where signals arrive; it trains in another thread.
+    """
+    earlier: Any = signal.getsignal(signal.SIGTERM)
+
+    def handle(number: int, frame: Any) -> None:
+        if _told_to_end.is_set():
+            earlier(number, frame)
+        _told_to_end.set()
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 def tell_driver(train_loop: Callable[[dict], dict], board_actor: Any, config: dict) -> dict[str, Any]:
