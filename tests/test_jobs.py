@@ -44,6 +44,7 @@ class Head:
         ports += [f"{flag}={number}" for flag, number in zip(flags, others, strict=True)]
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "OMP_NUM_THREADS": "1", "DREAMBOOTH_CACHE": f"{folder}/cache"}
+        own["PYTHONUNBUFFERED"] = "1"  # so that `wait` sees what it prints
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # a job's `python` is the head's
         start = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=4", f"--temp-dir={folder}"]
         self.process = subprocess.Popen(
@@ -70,11 +71,14 @@ class Head:
         return done, self.ask(f"/api/jobs/{job[1]}")["status"]
 
     def wait(self):
-        end = time.monotonic() + 120
+        """Wait until all processes of the node have started and the dashboard answers."""
+        end = time.monotonic() + 180
         while True:
+            said = (self.folder / "stdout").read_text()
             with contextlib.suppress(OSError):
-                return self.ask("/api/jobs/")
-            assert self.process.poll() is None and time.monotonic() < end, (self.folder / "stdout").read_text()
+                if "Ray runtime started" in said:
+                    return self.ask("/api/jobs/")
+            assert self.process.poll() is None and time.monotonic() < end, said
             time.sleep(0.5)
 
     def end(self):
@@ -122,10 +126,12 @@ def test_the_head_unpacks_the_code_and_nothing_else(head):
     """Of a tree with photos, models, tests and a virtual environment; and it asks for the token."""
     done, status = head.submit(*RAY, "job", "submit", "--working-dir", ".", "--", "ls")
     assert (done.returncode, status) == (0, "SUCCEEDED"), done.stdout
-    (tree, *others) = head.folder.glob("session_2*/runtime_resources/working_dir_files/_ray_pkg_*/")
-    files = [path for path in tree.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert not others and {path.name for path in tree.iterdir() if path.is_dir()} - {"__pycache__"} == FOLDERS
-    assert tree / "train.py" in files and sum(path.stat().st_size for path in files) < 2**20
+    trees = list(head.folder.glob("session_2*/runtime_resources/working_dir_files/_ray_pkg_*/"))
+    assert trees
+    for tree in trees:
+        files = [path for path in tree.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert {path.name for path in tree.iterdir() if path.is_dir()} - {"__pycache__"} == FOLDERS
+        assert tree / "train.py" in files and sum(path.stat().st_size for path in files) < 2**20
     head.token = "0" * 64
     with pytest.raises(urllib.error.HTTPError, match=r"40[13]"):
         head.ask("/api/jobs/")
