@@ -19,7 +19,7 @@ from fake_hub import running_hub
 from PIL import Image
 from tiny_models import RESOLUTION, make_tiny_model
 
-from common import cache, cli, messages
+from common import cache, cli, messages, objects
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # start_ray sets it too, but tests import ray before
@@ -298,6 +298,14 @@ def s3(s3_server, s3_keys, tmp_path):
     bucket = "b" + "".join(letter if letter.isalnum() else "-" for letter in tmp_path.name.lower()).strip("-")[-40:]
     urllib.request.urlopen(urllib.request.Request(f"{s3_server}/{bucket}", method="PUT")).close()
     return lambda path: f"s3://{bucket}/{path}?endpoint_override={s3_server}"
+
+
+@pytest.fixture
+def store(s3, tiny_model, tmp_path):
+    """Return a function from a name to its URI in a store with a model and photos."""
+    objects.upload_folder(tiny_model, s3("model"))
+    objects.upload_folder(make_photos(tmp_path / "photos", 3), s3("photos"))
+    return s3
 
 
 @pytest.fixture

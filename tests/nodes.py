@@ -48,6 +48,11 @@ class Nodes:
         self.process.wait(60)
 
 
+def train_words(store, *more):
+    places = ["--model_dir", store("model"), "--instance_images_dir", store("photos"), "--output_dir", store("tuned")]
+    return [*places, "--instance_prompt", "cat", "--prior_loss_weight", "0", "--gpus_per_worker", "0", *more]
+
+
 def begin(script, nodes, folder, *arguments, **more):
     """Start a script that joins the cluster; it has a cache of its own, as the host of a driver does."""
     command = [sys.executable, str(ROOT / script), *map(str, arguments), "--address", nodes.address]

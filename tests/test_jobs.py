@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT
-from test_nodes import KEYS, store, train_words, without_ray  # noqa: F401
+from nodes import KEYS, train_words, variables
 
 from common import objects, stores
 
@@ -43,18 +43,17 @@ class Head:
         ports = [f"--port={port}", f"--dashboard-port={dashboard}", "--min-worker-port=0", "--max-worker-port=0"]
         ports += [f"{flag}={number}" for flag, number in zip(flags, others, strict=True)]
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "OMP_NUM_THREADS": "1", "DREAMBOOTH_CACHE": f"{folder}/cache"}
-        own["PYTHONUNBUFFERED"] = "1"  # so that `wait` sees what it prints
+        own = {"DREAMBOOTH_CACHE": f"{folder}/cache", "PYTHONUNBUFFERED": "1"}  # so that `wait` sees what it prints
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # a job's `python` is the head's
         start = ["start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=4", f"--temp-dir={folder}"]
         self.process = subprocess.Popen(
             [*RAY, *start, *ports, "--disable-usage-stats"],
-            env={**without_ray(), **KEYS, **token, **own, "PATH": path},
+            env=variables(**KEYS, **token, **own, PATH=path),
             stdout=(self.folder / "stdout").open("w"),
             stderr=subprocess.STDOUT,
         )
         self.url, self.token = f"http://127.0.0.1:{dashboard}", token["RAY_AUTH_TOKEN"]
-        self.variables = {**without_ray(), **token, "RAY_API_SERVER_ADDRESS": self.url, "PYTHON": sys.executable}
+        self.variables = variables(**token, RAY_API_SERVER_ADDRESS=self.url, PYTHON=sys.executable)
 
     def ask(self, path):
         """Return the JSON at a path of the dashboard."""
@@ -105,7 +104,7 @@ def head():
     [[*RAY, "job", "submit", "--working-dir", ".", "--"], ["bash", "deploy/submit.sh"]],
     ids=["ray-job-submit", "submit.sh"],
 )
-def test_a_training_as_a_job(head, store, submit):  # noqa: F811
+def test_a_training_as_a_job(head, store, submit):
     """Two workers train two steps; the job says how far it is, and its result is whole in the store."""
     words = train_words(store, "--num_workers", "2", "--max_train_steps", "2", "--log_every", "1")
     done, status = head.submit(*submit, "python", "train.py", *words)

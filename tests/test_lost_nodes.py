@@ -9,7 +9,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 from conftest import make_photos, make_raw_data
-from nodes import Nodes, assert_equal_images, begin, end, read_log, wait_until
+from nodes import Nodes, assert_equal_images, begin, end, read_log, train_words, wait_until
 from test_train import assert_equal_weights
 from tiny_models import make_tiny_clip, make_tiny_dino
 
@@ -25,14 +25,6 @@ def nodes(tmp_path_factory):
     cluster = Nodes(tmp_path_factory.mktemp("nodes"), 0, 2, 2, 2)
     yield cluster
     cluster.end()
-
-
-@pytest.fixture
-def store(s3, tiny_model, tmp_path):
-    """Return a function from a name to its URI in a store with a model and photos."""
-    objects.upload_folder(tiny_model, s3("model"))
-    objects.upload_folder(make_photos(tmp_path / "photos", 3), s3("photos"))
-    return s3
 
 
 @pytest.fixture
@@ -125,11 +117,9 @@ def test_evaluation(lose, store, tmp_path, tiny_model, class_images):
 # Ray Train's workers
 
 
-def train_words(store, output, *more):
-    places = ["--model_dir", store("model"), "--instance_images_dir", store("photos"), "--output_dir", store(output)]
+def train_of(store, output, *more):
     steps = ["--max_train_steps", "60", "--checkpointing_steps", "10", "--log_every", "5"]
-    prompt = ["--instance_prompt", "cat", "--prior_loss_weight", "0"]
-    return [*places, *steps, *prompt, "--cpus_per_worker", "2", "--gpus_per_worker", "0", *more]
+    return train_words(store, "--output_dir", store(output), "--cpus_per_worker", "2", *steps, *more)
 
 
 def has_checkpoint(uri, step=10):
@@ -143,7 +133,7 @@ def assert_equal_results(one, other):
 
 def test_training_with_ddp(lose, store):
     def words(output):
-        return train_words(store, output, "--num_workers", "2")
+        return train_of(store, output, "--num_workers", "2")
 
     _, result = lose("train.py", words, has_checkpoint(store("with.work")), "RayTrainWorker")
     assert result["steps"] == 60
@@ -169,7 +159,7 @@ def test_publishing(lose, faulty_s3, tiny_model, tmp_path):
     faulty_s3.fault("delay", method="PUT", path="/with/unet", seconds=5.0)
 
     def words(output):
-        return train_words(store, output, "--num_workers", "1")
+        return train_of(store, output, "--num_workers", "1")
 
     lose("train.py", words, lambda: faulty_s3.seen("PUT", "/with/unet"), "RayTrainWorker")
     assert_equal_results(store("without"), store("with"))
@@ -190,7 +180,7 @@ def two_nodes(tmp_path):
 def test_a_run_waits_for_a_node_and_says_so(two_nodes, store, tmp_path):
     for output in ("without", "with"):
         (tmp_path / output).mkdir()
-        words = train_words(store, output, "--num_workers", "2")
+        words = train_of(store, output, "--num_workers", "2")
         process = begin("train.py", two_nodes, tmp_path / output, *words)
         if output == "with":
             wait_until(has_checkpoint(store("with.work")), process, tmp_path / output)
@@ -206,7 +196,7 @@ def test_a_run_waits_for_a_node_and_says_so(two_nodes, store, tmp_path):
 def test_a_run_of_one_to_two_workers_goes_on_alone(two_nodes, store, tmp_path):
     for output in ("without", "with"):
         (tmp_path / output).mkdir()
-        words = train_words(store, output, "--num_workers", "1:2")
+        words = train_of(store, output, "--num_workers", "1:2")
         process = begin("train.py", two_nodes, tmp_path / output, *words)
         if output == "with":
             wait_until(has_checkpoint(store("with.work")), process, tmp_path / output)

@@ -5,10 +5,9 @@ import subprocess
 
 import psutil
 import pytest
-from conftest import make_photos
-from nodes import ROOT, Nodes, assert_equal_images, begin, end, read_log, variables, wait_until
+from nodes import ROOT, Nodes, assert_equal_images, begin, end, read_log, train_words, variables, wait_until
 
-from common import objects, stores
+from common import stores
 
 pytestmark = pytest.mark.ray
 
@@ -21,23 +20,11 @@ def nodes(tmp_path_factory):
     cluster.end()
 
 
-@pytest.fixture
-def store(s3, tiny_model, tmp_path):
-    """Return a function from a name to its URI in a store with a model and photos."""
-    objects.upload_folder(tiny_model, s3("model"))
-    objects.upload_folder(make_photos(tmp_path / "photos", 3), s3("photos"))
-    return s3
-
-
-def train_words(store, *more):
-    places = ["--model_dir", store("model"), "--instance_images_dir", store("photos"), "--output_dir", store("tuned")]
-    return [*places, "--instance_prompt", "cat", "--prior_loss_weight", "0", "--gpus_per_worker", "0", *more]
-
-
 def test_a_cluster_without_gpus_is_told_to_compute_on_cpus(nodes, store, tmp_path):
     """A GPU node may be about to start; training on one CPU without a word would be a surprise."""
-    words = [word for word in train_words(store, "--max_train_steps", "1") if word not in ("--gpus_per_worker",)]
-    words.remove("0") if words.count("0") > 1 else None
+    words = train_words(store, "--max_train_steps", "1")
+    at = words.index("--gpus_per_worker")
+    del words[at : at + 2]
     code, _, said = end(begin("train.py", nodes, tmp_path, *words), tmp_path)
     assert code == 3 and "has no GPU now: pass --gpus_per_worker 0" in said
 
