@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import BadInput
+from common.errors import BadInput, TryAgain
 from common.nodes import Nodes
 
 OLDEST_RAY = (2, 60)
@@ -112,7 +112,7 @@ def _importing(module: str) -> Iterator[None]:
 
 
 def _connect(address: str, options: dict[str, Any]) -> None:
-    """Call ray.init without its output and with this process's own SIGTERM handler; raise BadInput if it fails."""
+    """Call ray.init without its output and with this process's own SIGTERM handler; raise BadInput or TryAgain if it fails."""
     import ray
 
     try:
@@ -127,6 +127,10 @@ def _connect(address: str, options: dict[str, Any]) -> None:
         if "AuthenticationError" in type(error.__cause__).__name__ + str(error.__cause__):
             raise BadInput(f"the Ray cluster at {address} asks for a token: {TOKEN_REMEDY}") from error
         raise BadInput(f"no Ray cluster answers at {address} ({error}): check --address and RAY_ADDRESS") from error
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        raise TryAgain("Ray did not start in time, as on a very busy machine: run the same command again") from error
 
 
 def _check_loopback() -> None:

@@ -55,6 +55,15 @@ def test_a_cluster_without_a_token_is_refused(joined):
     assert joined == ["10.0.0.7:6379", "127.0.0.1:6379"]
 
 
+def test_a_ray_that_does_not_start_in_time_is_to_be_tried_again(joined, monkeypatch):
+    def init(**options):
+        raise Exception("The current node timed out during startup. This could happen because some of the raylet ...")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(errors.TryAgain, match="Ray did not start in time"):
+        cluster.start_ray()
+
+
 def test_a_token_opens_a_cluster_unless_ray_is_told_to_show_none(joined, monkeypatch, tmp_path):
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
