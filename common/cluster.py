@@ -112,7 +112,10 @@ def _importing(module: str) -> Iterator[None]:
 
 
 def _connect(address: str, options: dict[str, Any]) -> None:
-    """Call ray.init without its output and with this process's own SIGTERM handler; raise BadInput or TryAgain if it fails."""
+    """Call ray.init without its output and with this process's own SIGTERM handler.
+
+    Raises BadInput if no cluster answers, TryAgain if Ray does not start in time.
+    """
     import ray
 
     try:

@@ -1,9 +1,9 @@
 """A Ray cluster of several nodes on this machine, in a process of its own that takes orders on stdin.
 
 Each node has CPUs, temporary folder and cache of its own. `python tests/nodes.py FOLDER CPUS...` starts a head and
-other nodes and prints the address; then each line is an order: `add CPUS`, or `kill NAME`, which ends a node that runs
-a process of that name, but not the head, as a power cut does. `Nodes` is such a process, `begin` and `end` run scripts
-that join it.
+other nodes and prints the address; then each line is an order: `add CPUS`, or one about a node that runs a process of
+that name and is not the head: `kill NAME` ends it as a power cut does, `drain NAME` gives notice that it will be taken
+away. `Nodes` is such a process, `begin` and `end` run scripts that join it.
 """
 
 import io
@@ -131,6 +131,19 @@ def _runs(node, name):
     return any(name in " ".join(child.cmdline()) for child in children)
 
 
+def _drain(cluster, node):
+    flags = [
+        "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message",
+        "test",
+        "--deadline-remaining-seconds",
+        "120",
+    ]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
+    subprocess.run([*command, "--node-id", node.node_id, *flags], check=True, stdout=subprocess.DEVNULL)
+
+
 def main(folder, *cpus):
     cluster = Cluster()
     nodes = [_start(cluster, folder, number, each) for number, each in enumerate(cpus)]
@@ -141,12 +154,13 @@ def main(folder, *cpus):
         if order == "add":
             nodes.append(_start(cluster, folder, started, word))
             started += 1
-        else:
-            victim = next((node for node in nodes[1:] if _runs(node, word)), None)
-            if victim:
-                nodes.remove(victim)
-                cluster.remove_node(victim, allow_graceful=False)
-        print("done" if order == "add" or victim else "none", flush=True)
+        node = nodes[-1] if order == "add" else next((each for each in nodes[1:] if _runs(each, word)), None)
+        if node and order == "kill":
+            nodes.remove(node)
+            cluster.remove_node(node, allow_graceful=False)
+        if node and order == "drain":
+            _drain(cluster, node)
+        print("done" if node else "none", flush=True)
     cluster.shutdown()
 
 

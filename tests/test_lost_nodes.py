@@ -207,3 +207,17 @@ def test_a_run_of_one_to_two_workers_goes_on_alone(two_nodes, store, tmp_path):
     assert logs[0].keys() == logs[1].keys()
     for step in logs[0]:
         assert logs[1][step] == pytest.approx(logs[0][step], abs=1e-5), step
+
+
+def test_a_notice_that_a_node_is_taken_away_costs_no_failure_and_no_step(two_nodes, store, tmp_path):
+    """No checkpoint is due: what continues in the middle was saved because of the notice."""
+    words = train_words(store, "--output_dir", store("with"), "--num_workers", "2", "--cpus_per_worker", "1")
+    flags = ["--max_train_steps", "400", "--checkpointing_steps", "400", "--log_every", "5", "--max_failures", "0"]
+    process = begin("train.py", two_nodes, tmp_path, *words, *flags)
+    wait_until(lambda: "train: " in (tmp_path / "stderr").read_text(), process, tmp_path)
+    assert two_nodes.order("drain", "RayTrainWorker") == "done"
+    code, result, said = end(process, tmp_path)
+    assert code == 0 and 0 < result["trained"] < 400, said
+    assert said.count("the workers start again from it") == 1 and "restarting" not in said
+    log = read_log(store("with.work"))
+    assert sorted(log) == list(range(5, 401, 5))
