@@ -8,6 +8,7 @@ import pytest
 from nodes import ROOT, Nodes, assert_equal_images, begin, end, read_log, train_words, variables, wait_until
 
 from common import stores
+from evaluate import DRAWN
 
 pytestmark = pytest.mark.ray
 
@@ -39,7 +40,13 @@ def test_a_share_is_of_a_node_and_one_item_needs_no_half_of_the_cluster(nodes, s
 
 @pytest.mark.faults  # minutes
 def test_run_sh_with_everything_in_a_store_makes_what_it_makes_here(nodes, s3, tmp_path):
-    short = {"NUM_WORKERS": "2", "NUM_TRAIN_PAIRS": "20", "NUM_CLASS_IMAGES": "6", "NUM_INFERENCE_STEPS": "5"}
+    short = {
+        "NUM_WORKERS": "2",
+        "NUM_TRAIN_PAIRS": "20",
+        "NUM_CLASS_IMAGES": "6",
+        "NUM_INFERENCE_STEPS": "5",
+        "NUM_EVALUATION_IMAGES": "4",
+    }
     (tmp_path / "prompts.txt").write_text("a 3d emoji of a {} on the moon\n")
     short |= {"PROMPTS_FILE": str(tmp_path / "prompts.txt"), "BATCH_SIZE": "2"}
     here, there = tmp_path / "data", s3("data")
@@ -52,7 +59,8 @@ def test_run_sh_with_everything_in_a_store_makes_what_it_makes_here(nodes, s3, t
             done = subprocess.run(command, env=variables(**short, **own, **flags), capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
     assert read_log(here / "model-tuned.work") == pytest.approx(read_log(s3("data/model-tuned.work")), abs=1e-5)
-    for name in ("images-own", "images-reg", "images-new", "model-tuned/validation", "evaluation"):
+    drawn = [f"evaluation/{name}" for name in DRAWN]
+    for name in ("images-own", "images-reg", "images-new", "model-tuned/validation", *drawn):
         assert_equal_images(here / name, s3(f"data/{name}"), within=2)
 
 
