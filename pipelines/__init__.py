@@ -2,6 +2,7 @@
 
 configs       model_index.json and the configurations of a model's components
 tokens        tokenizers: vocabulary checks, token ids, truncated prompts
+objectives    what a denoiser learns: a diffusion or a flow
 model_folder  file checks, weight variants, copies and digests of a model folder
 loading       load models and pipelines, encode and draw with them
 samplers      sampler flags and the scheduler that a pipeline draws with
