@@ -96,11 +96,11 @@ def pixel_factor(model_dir: str | Path) -> int:
     return 2 ** (len(read_config(model_dir, "vae")["block_out_channels"]) - 1)
 
 
-def model_resolution(model_dir: str | Path) -> int:
+def model_resolution(model_dir: str | Path, denoiser: str = "unet") -> int:
     """Return the side, in pixels, of the square images that a model was trained on."""
-    cells = read_config(model_dir, "unet")["sample_size"]
+    cells = read_config(model_dir, denoiser)["sample_size"]
     if not isinstance(cells, int):
-        raise BadInput(f"{model_dir}/unet/config.json has no integer sample_size (latent cells per side): add it")
+        raise BadInput(f"{model_dir}/{denoiser}/config.json has no integer sample_size (latent cells per side): add it")
     return cells * pixel_factor(model_dir)
 
 

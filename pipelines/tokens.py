@@ -83,28 +83,36 @@ def _read_vocabulary(files: list[Path], folder: Path) -> tuple[dict[str, int], I
     return vocabulary, added, len(model["merges"]) if model.get("type") == "BPE" else None
 
 
-@functools.lru_cache(maxsize=1)
-def _load_tokenizer(model_dir: str | Path) -> Any:
+def tokenizer_of(encoder: str) -> str:
+    """Return the name of the tokenizer whose ids a text encoder reads: "tokenizer_2" for "text_encoder_2"."""
+    return encoder.replace("text_encoder", "tokenizer")
+
+
+@functools.lru_cache(maxsize=3)
+def _load_tokenizer(model_dir: str | Path, encoder: str = "text_encoder") -> Any:
     import transformers
 
-    tokenizer = getattr(transformers, read_index(model_dir)["tokenizer"][1]).from_pretrained(f"{model_dir}/tokenizer")
-    vocab_size = read_vocab_size(read_config(model_dir, "text_encoder"))
-    check_num_tokens(f"{model_dir}/tokenizer", len(tokenizer), len(tokenizer) - 1, vocab_size)
+    name = tokenizer_of(encoder)
+    tokenizer = getattr(transformers, read_index(model_dir)[name][1]).from_pretrained(f"{model_dir}/{name}")
+    vocab_size = read_vocab_size(read_config(model_dir, encoder))
+    check_num_tokens(f"{model_dir}/{name}", len(tokenizer), len(tokenizer) - 1, vocab_size)
     return tokenizer
 
 
-def max_tokens(model_dir: str | Path) -> int:
+def max_tokens(model_dir: str | Path, encoder: str = "text_encoder") -> int:
     """Return the maximum number of tokens per prompt: 77 for Stable Diffusion."""
-    path = Path(model_dir) / "tokenizer" / "tokenizer_config.json"
+    path = Path(model_dir) / tokenizer_of(encoder) / "tokenizer_config.json"
     recorded = read_json_file(path).get("model_max_length") if path.is_file() else None
-    positions = read_config(model_dir, "text_encoder").get("max_position_embeddings")
+    positions = read_config(model_dir, encoder).get("max_position_embeddings")
     known = [each for each in (recorded, positions) if each]
-    return min(known) if known else _load_tokenizer(model_dir).model_max_length  # 10**30 in the file means no limit
+    return min(known) if known else _load_tokenizer(model_dir, encoder).model_max_length  # 10**30: no limit
 
 
-def tokenize(model_dir: str | Path, prompts: Iterable[str]) -> list[list[int]]:
-    """Return the token ids of each prompt, padded or truncated to the text encoder's length."""
-    tokenizer, length = _load_tokenizer(model_dir), max_tokens(model_dir)
+def tokenize(
+    model_dir: str | Path, prompts: Iterable[str], encoder: str = "text_encoder", length: int | None = None
+) -> list[list[int]]:
+    """Return the token ids of each prompt, padded or truncated to `length`; default: the text encoder's."""
+    tokenizer, length = _load_tokenizer(model_dir, encoder), length or max_tokens(model_dir, encoder)
     return [
         list(tokenizer(text, padding="max_length", max_length=length, truncation=True).input_ids) for text in prompts
     ]

@@ -1,4 +1,4 @@
-"""Tiny models of random weights: a Stable Diffusion pipeline, a CLIP and a DINO."""
+"""Tiny models of random weights: pipelines of each family, a CLIP and a DINO."""
 
 from pathlib import Path
 
@@ -8,36 +8,12 @@ RESOLUTION = 16  # pixels a side of the tiny model: 8 latent cells of 2 pixels
 def make_tiny_model(folder, prediction_type="epsilon", num_train_timesteps=1000):
     """Save a StableDiffusionPipeline of some 100,000 random weights: 16x16 pixels, 4x8x8 latents, 24 tokens."""
     import torch
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+    from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
     torch.manual_seed(0)
-    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + list("0123456789,.!?-")
-    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=24, pad_token="<|endoftext|>"
-    )
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokens),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=24,
-            bos_token_id=len(tokens) - 2,
-            eos_token_id=len(tokens) - 1,
-        )
-    )
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        sample_size=RESOLUTION,
-        scaling_factor=0.6,
-        mid_block_add_attention=False,
-    )
+    tokenizer = make_tiny_clip_tokenizer(24)
+    text_encoder = make_tiny_text_encoder(tokenizer, 16, num_layers=2)
+    vae = make_tiny_vae(scaling_factor=0.6)
     unet = UNet2DConditionModel(
         sample_size=RESOLUTION // 2,
         block_out_channels=(16, 16),
@@ -96,3 +72,166 @@ def make_tiny_dino(folder):
     config = ViTConfig(**size, image_size=16, patch_size=8)
     ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
     return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other families: each text encoder has another width and padding, so that a wrong order is found out
+
+
+def make_tiny_clip_tokenizer(length=16, pad_token="<|endoftext|>"):
+    """Return a CLIPTokenizer of letters."""
+    from transformers import CLIPTokenizer
+
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + list("0123456789,.!?-")
+    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=length, pad_token=pad_token)
+
+
+def make_tiny_text_encoder(tokenizer, width, is_projected=False, num_layers=3):
+    """Return a CLIPTextModel, or with `is_projected` a CLIPTextModelWithProjection to `width` + 4."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        projection_dim=width + 4,
+    )
+    return (CLIPTextModelWithProjection if is_projected else CLIPTextModel)(config)
+
+
+def make_tiny_t5(width):
+    """Return (a T5Tokenizer of letters, a T5EncoderModel)."""
+    from transformers import T5Config, T5EncoderModel, T5Tokenizer
+
+    letters = [*(chr(code) for code in range(ord("a"), ord("z") + 1)), *"0123456789,.!?-"]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
+    tokenizer = T5Tokenizer(vocab=pieces, extra_ids=0)
+    config = T5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=8, d_ff=2 * width, num_layers=2, num_heads=2, dropout_rate=0.1
+    )
+    return tokenizer, T5EncoderModel(config)
+
+
+def make_tiny_vae(latent_channels=4, **config):
+    """Return an AutoencoderKL whose latent cells have 2 pixels a side."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        sample_size=RESOLUTION,
+        latent_channels=latent_channels,
+        mid_block_add_attention=False,
+        **config,
+    )
+
+
+def make_tiny_sdxl(folder):
+    """Save a StableDiffusionXLPipeline of random weights, with text encoders of widths 32 and 48."""
+    import torch
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+
+    torch.manual_seed(0)
+    first, second = make_tiny_clip_tokenizer(), make_tiny_clip_tokenizer(pad_token="!")
+    unet = UNet2DConditionModel(
+        sample_size=RESOLUTION // 2,
+        block_out_channels=(16, 16),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=4,
+        cross_attention_dim=32 + 48,
+        attention_head_dim=4,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + 48 + 4,
+    )
+    scheduler = EulerDiscreteScheduler(beta_schedule="scaled_linear", steps_offset=1, timestep_spacing="leading")
+    StableDiffusionXLPipeline(
+        make_tiny_vae(scaling_factor=0.13),
+        make_tiny_text_encoder(first, 32),
+        make_tiny_text_encoder(second, 48, is_projected=True),
+        first,
+        second,
+        unet,
+        scheduler,
+        add_watermarker=False,
+    ).save_pretrained(folder, safe_serialization=True)
+    return Path(folder)
+
+
+def make_tiny_sd3(folder):
+    """Save a StableDiffusion3Pipeline of random weights, with text encoders of widths 24, 32 and 64."""
+    import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    torch.manual_seed(0)
+    first, second = make_tiny_clip_tokenizer(), make_tiny_clip_tokenizer(pad_token="!")
+    third, t5 = make_tiny_t5(64)
+    transformer = SD3Transformer2DModel(
+        sample_size=RESOLUTION // 2,
+        patch_size=2,
+        in_channels=16,
+        out_channels=16,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        caption_projection_dim=16,
+        pooled_projection_dim=24 + 4 + 32 + 4,
+        pos_embed_max_size=RESOLUTION // 2,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
+    )
+    StableDiffusion3Pipeline(
+        transformer,
+        FlowMatchEulerDiscreteScheduler(shift=3.0),
+        make_tiny_vae(16, scaling_factor=1.53, shift_factor=0.06, use_quant_conv=False, use_post_quant_conv=False),
+        make_tiny_text_encoder(first, 24, is_projected=True),
+        first,
+        make_tiny_text_encoder(second, 32, is_projected=True),
+        second,
+        t5,
+        third,
+    ).save_pretrained(folder, safe_serialization=True)
+    return Path(folder)
+
+
+def make_tiny_flux(folder, guidance_embeds=True):
+    """Save a FluxPipeline of random weights, with text encoders of widths 32 and 48."""
+    import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    first, (second, t5) = make_tiny_clip_tokenizer(), make_tiny_t5(48)
+    transformer = FluxTransformer2DModel(
+        in_channels=64,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        pooled_projection_dim=32,
+        guidance_embeds=guidance_embeds,
+        axes_dims_rope=(4, 6, 6),
+    )
+    FluxPipeline(
+        FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        make_tiny_vae(16, scaling_factor=0.36, shift_factor=0.12, use_quant_conv=False, use_post_quant_conv=False),
+        make_tiny_text_encoder(first, 32),
+        first,
+        t5,
+        second,
+        transformer,
+    ).save_pretrained(folder, safe_serialization=True)
+    return Path(folder)

@@ -1,0 +1,315 @@
+"""Model families: what differs between Stable Diffusion, SDXL, Stable Diffusion 3 and FLUX.
+
+A family knows the parts of its models, how the outputs of their text encoders become the condition of the denoiser, and
+how the denoiser is called. `find_family` finds the family of a model folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from common.errors import BadInput
+from pipelines.configs import model_resolution, pixel_factor, read_config, read_index
+from pipelines.objectives import Diffusion, Flow
+from pipelines.tokens import tokenize
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors = Mapping[str, torch.Tensor]
+
+# Modules that get an adapter, by the end of their names.
+CLIP_LORA = ("q_proj", "k_proj", "v_proj", "out_proj")
+UNET_LORA = ("to_q", "to_k", "to_v", "to_out.0")
+UNET_LORA_ALL = (*UNET_LORA, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
+JOINT_LORA = (*UNET_LORA, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+JOINT_LORA_ALL = (*JOINT_LORA, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+
+
+class Sizes(NamedTuple):
+    """Pixels per side: that a model was trained on, of which sides are multiples, of a latent cell; latent channels."""
+
+    resolution: int
+    multiple: int
+    cell: int
+    channels: int
+
+
+class Family:
+    """A family of models, with what most of them have in common.
+
+    pipeline: the class in Diffusers. trainable: the text encoders that can be trained. tokens: the length of a prompt
+    where the pipeline limits it, not the tokenizer. lora: {layers: names of the denoiser's modules that get an
+    adapter}. guidance_scale, num_inference_steps: defaults.
+    """
+
+    name: str
+    pipeline: str
+    denoiser: str
+    encoders: tuple[str, ...]
+    trainable: tuple[str, ...]
+    tokens: ClassVar[dict[str, int]] = {}
+    lora: ClassVar[dict[str, tuple[str, ...]]]
+    guidance_scale: float
+    num_inference_steps: int
+
+    def sizes(self, model_dir: str | Path) -> Sizes:
+        """Return the sizes of a model, from its configuration."""
+        cell = pixel_factor(model_dir)
+        channels = read_config(model_dir, "vae")["latent_channels"]
+        return Sizes(self._resolution(model_dir), self._multiple(model_dir, cell), cell, channels)
+
+    def _resolution(self, model_dir: str | Path) -> int:
+        return model_resolution(model_dir, self.denoiser)
+
+    def _multiple(self, model_dir: str | Path, cell: int) -> int:
+        return math.lcm(cell, 8)  # Diffusers' pipelines require multiples of 8 for every VAE
+
+    def tokenize(self, model_dir: str | Path, prompts: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the token ids that each text encoder reads: {encoder: [n, L] int64}."""
+        import torch
+
+        prompts, lengths = list(prompts), self.tokens
+        return {each: torch.tensor(tokenize(model_dir, prompts, each, lengths.get(each))) for each in self.encoders}
+
+    def read(self, name: str, encoder: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what the text encoder `name` says of ids [B, L]: "hidden" [B, L, D], "pooled" [B, P], or one of them.
+
+        encoder: the module; gradients flow through it.
+        """
+        raise NotImplementedError
+
+    def condition(self, said: Mapping[str, Tensors]) -> dict[str, torch.Tensor]:
+        """Return the condition of the denoiser: "prompt" [B, L, D] and, where it has one, "pooled" [B, P].
+
+        said: {encoder: what `read` returned}.
+        """
+        raise NotImplementedError
+
+    def unconditional(self, model_dir: str | Path, empty: Tensors) -> Tensors:
+        """Return the condition of no prompt, for guidance; empty: the condition of the prompt ""."""
+        return empty
+
+    def geometry(
+        self,
+        photo: tuple[int, int],
+        box: tuple[float, float, float, float],
+        size: tuple[int, int],
+        is_mirrored: bool = False,
+    ) -> dict[str, list[int]]:
+        """Return what the denoiser is told of a crop: "time_ids" [6], or nothing.
+
+        photo, size: (width, height) of the upright photo, and of the crop after resizing. box: (left, top, right,
+        bottom) of the crop in pixels of the photo. is_mirrored: whether the crop is mirrored.
+        """
+        return {}
+
+    def unused(self, component: str, module: Any) -> list[str]:
+        """Return the names of a component's parameters that no prediction depends on: they never have a gradient."""
+        return []
+
+    def objective(self, model_dir: str | Path, snr_gamma: float | None = None) -> Diffusion | Flow:
+        """Return what the denoiser learns, by the model's scheduler; snr_gamma: of the min-SNR weights."""
+        from diffusers import DDPMScheduler
+
+        return Diffusion(DDPMScheduler.from_pretrained(model_dir, subfolder="scheduler"), snr_gamma)
+
+    def predict(self, denoiser: Any, noisy: torch.Tensor, time: torch.Tensor, condition: Tensors) -> torch.Tensor:
+        """Return the denoiser's prediction [B, c, h, w] for noisy latents [B, c, h, w] at times [B].
+
+        condition: as returned by `condition`, with the "time_ids" [B, 6] of `geometry` where there are any.
+        """
+        raise NotImplementedError
+
+    def pipeline_inputs(self, condition: Tensors, unconditional: Tensors) -> dict[str, torch.Tensor]:
+        """Return the arguments that replace the prompts of a pipeline, which then needs no text encoders."""
+        inputs = {"prompt_embeds": condition["prompt"], "negative_prompt_embeds": unconditional["prompt"]}
+        if "pooled" in condition:
+            inputs["pooled_prompt_embeds"] = condition["pooled"]
+            inputs["negative_pooled_prompt_embeds"] = unconditional["pooled"]
+        return inputs
+
+
+class SD(Family):
+    """Stable Diffusion 1.x and 2.x (arXiv 2112.10752): the last hidden state of one CLIP."""
+
+    name = "stable-diffusion"
+    pipeline = "StableDiffusionPipeline"
+    denoiser = "unet"
+    encoders = trainable = ("text_encoder",)
+    lora: ClassVar = {"attention": UNET_LORA, "all": UNET_LORA_ALL}
+    guidance_scale = 7.5
+    num_inference_steps = 50
+
+    def read(self, name, encoder, ids):
+        return {"hidden": encoder(ids)[0]}
+
+    def condition(self, said):
+        return {"prompt": said["text_encoder"]["hidden"]}
+
+    def predict(self, denoiser, noisy, time, condition):
+        return denoiser(noisy, time, condition["prompt"]).sample
+
+
+class SDXL(Family):
+    """Stable Diffusion XL (arXiv 2307.01952): two CLIPs side by side, the pooled output of the second, time_ids."""
+
+    name = "stable-diffusion-xl"
+    pipeline = "StableDiffusionXLPipeline"
+    denoiser = "unet"
+    encoders = trainable = ("text_encoder", "text_encoder_2")
+    lora: ClassVar = {"attention": UNET_LORA, "all": UNET_LORA_ALL}
+    guidance_scale = 5.0
+    num_inference_steps = 50
+
+    def read(self, name, encoder, ids):
+        output = encoder(ids, output_hidden_states=True)
+        said = {"hidden": output.hidden_states[-2]}
+        return said | {"pooled": output.text_embeds} if name == "text_encoder_2" else said
+
+    def condition(self, said):
+        import torch
+
+        prompt = torch.cat([said[encoder]["hidden"] for encoder in self.encoders], dim=-1)  # B L D1+D2
+        return {"prompt": prompt, "pooled": said["text_encoder_2"]["pooled"]}
+
+    def unconditional(self, model_dir, empty):
+        is_zero = read_index(model_dir).get("force_zeros_for_empty_prompt", True)
+        return {name: value.new_zeros(value.shape) for name, value in empty.items()} if is_zero else empty
+
+    def geometry(self, photo, box, size, is_mirrored=False):
+        """Return "time_ids": height and width of the photo; top and left of the crop; height and width of the crop.
+
+        Top and left are in pixels of the resized and, with `is_mirrored`, mirrored photo (arXiv 2307.01952, section 2).
+        """
+        left, top, right, bottom = box
+        before = photo[0] - right if is_mirrored else left
+        place = round(top * size[1] / (bottom - top)), round(before * size[0] / (right - left))
+        return {"time_ids": [photo[1], photo[0], *place, size[1], size[0]]}
+
+    def unused(self, component, module):
+        """Return the last layer of the first CLIP, of which the hidden states before that layer are read."""
+        if component != "text_encoder":
+            return []
+        last = (f"layers.{module.config.num_hidden_layers - 1}.", "final_layer_norm.")
+        return [name for name, _ in module.named_parameters() if any(part in name for part in last)]
+
+    def predict(self, denoiser, noisy, time, condition):
+        time_ids = condition["time_ids"].float()  # in bf16, 1001 pixels would be 1000
+        added = {"text_embeds": condition["pooled"], "time_ids": time_ids}
+        return denoiser(noisy, time, condition["prompt"], added_cond_kwargs=added).sample
+
+
+class SD3(Family):
+    """Stable Diffusion 3 and 3.5 (arXiv 2403.03206): two CLIPs side by side, T5 after them; a flow."""
+
+    name = "stable-diffusion-3"
+    pipeline = "StableDiffusion3Pipeline"
+    denoiser = "transformer"
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    trainable = ("text_encoder", "text_encoder_2")
+    tokens: ClassVar = {"text_encoder_3": 256}
+    lora: ClassVar = {"attention": JOINT_LORA, "all": JOINT_LORA_ALL}
+    guidance_scale = 7.0
+    num_inference_steps = 28
+
+    def _multiple(self, model_dir, cell):
+        return cell * read_config(model_dir, self.denoiser)["patch_size"]
+
+    def read(self, name, encoder, ids):
+        if name == "text_encoder_3":
+            return {"hidden": encoder(ids)[0]}
+        output = encoder(ids, output_hidden_states=True)
+        return {"hidden": output.hidden_states[-2], "pooled": output.text_embeds}
+
+    def condition(self, said):
+        import torch
+
+        first, second, t5 = (said[encoder] for encoder in self.encoders)
+        clips = torch.cat([first["hidden"], second["hidden"]], dim=-1)  # B L D1+D2
+        clips = torch.nn.functional.pad(clips, (0, t5["hidden"].shape[-1] - clips.shape[-1]))  # B L D
+        prompt = torch.cat([clips, t5["hidden"]], dim=-2)  # B L+256 D
+        return {"prompt": prompt, "pooled": torch.cat([first["pooled"], second["pooled"]], dim=-1)}
+
+    def objective(self, model_dir, snr_gamma=None):
+        return load_flow(model_dir, snr_gamma)
+
+    def predict(self, denoiser, noisy, time, condition):
+        pooled, prompt = condition["pooled"], condition["prompt"]
+        return denoiser(noisy, timestep=time, encoder_hidden_states=prompt, pooled_projections=pooled).sample
+
+
+class FLUX(Family):
+    """FLUX.1: T5, and the pooled output of a CLIP; patches of 2x2 latent cells in a sequence; a flow."""
+
+    name = "flux"
+    pipeline = "FluxPipeline"
+    denoiser = "transformer"
+    encoders = ("text_encoder", "text_encoder_2")
+    trainable = ()
+    tokens: ClassVar = {"text_encoder_2": 512}
+    lora: ClassVar = {"attention": JOINT_LORA, "all": JOINT_LORA_ALL}
+    guidance_scale = 3.5
+    num_inference_steps = 28
+
+    def _resolution(self, model_dir):
+        return 128 * pixel_factor(model_dir)  # FluxPipeline's default; its configurations have no size
+
+    def _multiple(self, model_dir, cell):
+        return cell * 2
+
+    def read(self, name, encoder, ids):
+        return {"pooled": encoder(ids).pooler_output} if name == "text_encoder" else {"hidden": encoder(ids)[0]}
+
+    def condition(self, said):
+        return {"prompt": said["text_encoder_2"]["hidden"], "pooled": said["text_encoder"]["pooled"]}
+
+    def objective(self, model_dir, snr_gamma=None):
+        return load_flow(model_dir, snr_gamma)
+
+    def predict(self, denoiser, noisy, time, condition):
+        import torch
+
+        rows, channels, height, width = noisy.shape
+        h, w = height // 2, width // 2
+        packed = noisy.reshape(rows, channels, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5).reshape(rows, h * w, channels * 4)
+        img_ids = noisy.new_zeros(h, w, 3)
+        img_ids[..., 1], img_ids[..., 2] = torch.arange(h)[:, None], torch.arange(w)
+        prompt = condition["prompt"]
+        pred = denoiser(
+            packed,
+            encoder_hidden_states=prompt,
+            pooled_projections=condition["pooled"],
+            timestep=time / 1000,
+            img_ids=img_ids.flatten(0, 1),
+            txt_ids=noisy.new_zeros(prompt.shape[1], 3),
+            guidance=torch.ones_like(time) if denoiser.config.guidance_embeds else None,  # 1: no guidance in training
+        ).sample  # B h*w 4c
+        return pred.reshape(rows, h, w, channels, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(noisy.shape)
+
+    def pipeline_inputs(self, condition, unconditional):
+        """Return the arguments without those of no prompt: guidance is an input of the denoiser."""
+        return {"prompt_embeds": condition["prompt"], "pooled_prompt_embeds": condition["pooled"]}
+
+
+def load_flow(model_dir: str | Path, snr_gamma: float | None) -> Flow:
+    """Return the objective of a model that learns a flow; raise BadInput if it is given an snr_gamma."""
+    if snr_gamma is not None:
+        raise BadInput(f"--snr_gamma weighs the timesteps of a diffusion, but {model_dir} learns a flow: leave it out")
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return Flow(FlowMatchEulerDiscreteScheduler.from_pretrained(model_dir, subfolder="scheduler"))
+
+
+FAMILIES = {family.pipeline: family for family in (SD(), SDXL(), SD3(), FLUX())}
+
+
+def find_family(model_dir: str | Path, flag: str = "--model_dir") -> Family:
+    """Return the family of a model folder, by the pipeline's class; raise BadInput if it is none of FAMILIES."""
+    class_name = read_index(model_dir).get("_class_name")
+    if class_name not in FAMILIES:
+        raise BadInput(f"{flag} {model_dir} is a {class_name}: supported are {', '.join(FAMILIES)}")
+    return FAMILIES[class_name]
