@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -279,13 +279,13 @@ class Batches:
         instance_prompt: torch.Tensor,
         class_prompt: torch.Tensor,
         seed: int,
-        num_train_timesteps: int,
+        draw_time: Callable[[np.random.Generator], int],
     ) -> None:
         from safetensors.torch import load_file
 
         self.cache = load_file(same_copy(cache_dir, "--work_dir") / "posteriors.safetensors")
         self.place = self.cache.pop("place")
-        self.pairs, self.seed, self.num_train_timesteps = pairs, seed, num_train_timesteps
+        self.pairs, self.seed, self.draw_time = pairs, seed, draw_time
         self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}
 
     def __call__(self, step: int, first_pair: int, num_pairs: int, pairs_per_step: int) -> dict[str, torch.Tensor]:
@@ -302,7 +302,7 @@ class Batches:
 
         place = int(self.place[row])
         mean = self.cache["mean"][place].float()
-        noise = draw_noise(self.seed, stream, step, number, mean.shape, self.num_train_timesteps)
+        noise = draw_noise(self.seed, stream, step, number, mean.shape, self.draw_time)
         return {
             "mean": mean,
             "std": self.cache["std"][place].float(),

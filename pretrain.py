@@ -23,6 +23,7 @@ from common.objects import local_copy, uris_in_errors
 from common.storage import split
 from pipelines import loading
 from pipelines.configs import pixel_factor, read_config, read_unet_config
+from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of
 from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
@@ -154,20 +155,18 @@ class PretrainTask(Task):
     pretraining: Pretraining
 
 
-def denoising_losses(model, batch, noise_scheduler, vae_config, snr_gamma=None):
+def denoising_losses(model, batch, objective, vae_config):
     """Return the loss of each row [B] of a batch of batches.with_noise: arXiv 2006.11239, eq. 14, on latents.
 
-    A batch without "std" holds scaled latents.
+    objective: of pipelines.objectives. A batch without "std" holds scaled latents.
     """
     latents = batch["mean"]  # B c h w
     if "std" in batch:
         latents = loading.scale_latents(latents + batch["std"] * batch["posterior_noise"], vae_config)
     noise, timesteps = batch["noise"], batch["timesteps"]  # B c h w, B
-    noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
-    model_pred = model(noisy_latents, timesteps, batch["prompt"]).sample
-    target = utils.get_target(noise_scheduler, latents, noise, timesteps)
-    row_weights = None if snr_gamma is None else utils.min_snr_weights(noise_scheduler, timesteps, snr_gamma)
-    return utils.row_losses(model_pred, target, row_weights)
+    noisy_latents, time = objective.noisy(latents, noise, timesteps)
+    model_pred = model(noisy_latents, time, batch["prompt"]).sample
+    return utils.row_losses(model_pred, objective.target(latents, noise, timesteps), objective.row_weights(timesteps))
 
 
 def training_step(batch, **options):
@@ -191,7 +190,7 @@ def validation_loss(batches, place, dtype, **options):
     return place.mean(total).item() * place.world_size
 
 
-def make_batches(task, place, first_step, num_train_timesteps):
+def make_batches(task, place, first_step, objective):
     """Return (iterator over this worker's training batches from `first_step` on, list of its validation batches)."""
     config, compute = task.pretraining, task.compute
     data = (RawImages if config.online else LatentFiles)(**config.data)
@@ -205,7 +204,7 @@ def make_batches(task, place, first_step, num_train_timesteps):
         task.schedule.gradient_accumulation_steps,
         config.caption_dropout,
         task.schedule.seed,
-        num_train_timesteps,
+        objective,
     )
     batches = training_batches(order, load, first_step, task.schedule.max_train_steps, batching, no_caption)
     if config.pool["num_workers"] or not config.online:  # encoding in this process alternates with the steps
@@ -215,8 +214,6 @@ def make_batches(task, place, first_step, num_train_timesteps):
 
 def prepare(task, place, start):
     """Return the loop.Run of a worker, restored from the checkpoint at its start."""
-    from diffusers import DDPMScheduler
-
     config, schedule, compute, model_dir = task.pretraining, task.schedule, task.compute, task.output.model_dir
     loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
     dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
@@ -235,10 +232,9 @@ def prepare(task, place, start):
     ema = parallel.Ema(unet.parameters(), config.ema_decay) if config.ema_decay else None
     if start.step and ema:
         checkpoints.restore_averages(start.folder and start.folder / "ema" / "unet", unet, ema, place)
-    noise_scheduler = DDPMScheduler.from_pretrained(model_dir, subfolder="scheduler")
-    batches, held_out = make_batches(task, place, start.step, noise_scheduler.config.num_train_timesteps)
-    options = {"model": model, "noise_scheduler": noise_scheduler, "snr_gamma": config.snr_gamma}
-    options["vae_config"] = read_config(model_dir, "vae")
+    objective = find_family(model_dir).objective(model_dir, config.snr_gamma)
+    batches, held_out = make_batches(task, place, start.step, objective)
+    options = {"model": model, "objective": objective, "vae_config": read_config(model_dir, "vae")}
 
     def validate(step):
         if not held_out or not loop.is_due(step, schedule.validation_steps, schedule.max_train_steps):

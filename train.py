@@ -24,6 +24,7 @@ from common.storage import split
 from dataset import Batches, Pairs, cache_posteriors, encode_prompts
 from pipelines import loading
 from pipelines.configs import pixel_factor, read_config
+from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline, count_weights
 from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
@@ -171,26 +172,26 @@ class TrainTask(Task):
     dreambooth: DreamBooth
 
 
-def training_step(model, batch, noise_scheduler, vae_config, num_instance, prior_loss_weight, snr_gamma=None):
+def training_step(model, batch, objective, vae_config, num_instance, prior_loss_weight):
     """Return (loss, instance loss, class loss) of a batch of dataset.collate: arXiv 2208.12242, eq. 2.
 
-    num_instance: number of instance rows, which come first; the other rows are class rows.
+    objective: of pipelines.objectives. num_instance: number of instance rows, which come first; the other rows are
+    class rows.
     """
     latents = loading.scale_latents(batch["mean"] + batch["std"] * batch["posterior_noise"], vae_config)  # 2B c h w
     noise, timesteps = batch["noise"], batch["timesteps"]  # 2B c h w, 2B
-    noisy_latents = noise_scheduler.add_noise(latents, noise, timesteps)
-    model_pred = model(noisy_latents, timesteps, batch["prompt"])
-    target = utils.get_target(noise_scheduler, latents, noise, timesteps)
-    row_weights = None if snr_gamma is None else utils.min_snr_weights(noise_scheduler, timesteps, snr_gamma)
+    noisy_latents, time = objective.noisy(latents, noise, timesteps)
+    model_pred = model(noisy_latents, time, batch["prompt"])
+    target, row_weights = objective.target(latents, noise, timesteps), objective.row_weights(timesteps)
     return utils.prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights)
 
 
-def make_batches(task, place, frozen_text_encoder, num_train_timesteps):
+def make_batches(task, place, frozen_text_encoder, draw_time):
     """Return batch(step, micro), the tensors of this worker's share of a global batch."""
     config, model_dir = task.dreambooth, task.output.model_dir
     prompts = [config.instance_prompt, config.class_prompt or ""]
     instance, other = encode_prompts(model_dir, prompts, frozen_text_encoder, place.device)
-    batches = Batches(config.posteriors_dir, config.pairs, instance, other, task.schedule.seed, num_train_timesteps)
+    batches = Batches(config.posteriors_dir, config.pairs, instance, other, task.schedule.seed, draw_time)
     num_pairs = config.train_batch_size
 
     def batch(step, micro):
@@ -202,8 +203,6 @@ def make_batches(task, place, frozen_text_encoder, num_train_timesteps):
 
 def prepare(task, place, start):
     """Return the loop.Run of a worker, restored from the checkpoint at its start."""
-    from diffusers import DDPMScheduler
-
     config, compute, model_dir = task.dreambooth, task.compute, task.output.model_dir
     loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
     dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
@@ -220,21 +219,20 @@ def prepare(task, place, start):
     if config.compile:
         joined.compile()
     model = parallel.wrap(joined, place, reduce_dtype=config.reduce_dtype)
-    noise_scheduler = DDPMScheduler.from_pretrained(model_dir, subfolder="scheduler")
+    objective = find_family(model_dir).objective(model_dir, config.snr_gamma)
     return loop.Run(
         step=start.step,
         model=model,
         optimizer=optimizer,
-        batch=make_batches(task, place, frozen, noise_scheduler.config.num_train_timesteps),
+        batch=make_batches(task, place, frozen, objective.draw_time),
         loss_names=("loss", "instance_loss", "class_loss"),
         losses=partial(
             training_step,
             model,
-            noise_scheduler=noise_scheduler,
+            objective=objective,
             vae_config=read_config(model_dir, "vae"),
             num_instance=config.train_batch_size,
             prior_loss_weight=config.prior_loss_weight,
-            snr_gamma=config.snr_gamma,
         ),
         dtype=dtype,
         saves=place.rank == 0,

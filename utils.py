@@ -1,13 +1,11 @@
-"""What two or more scripts share: random draws, targets and losses."""
+"""What two or more scripts share: random draws and losses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-
-from common.errors import BadInput
 
 if TYPE_CHECKING:
     import torch
@@ -39,40 +37,19 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 
 
 def draw_noise(
-    seed: int, stream: int, step: int, row: int, shape: Sequence[int], num_train_timesteps: int
+    seed: int, stream: int, step: int, row: int, shape: Sequence[int], draw_time: Callable[[np.random.Generator], int]
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (noise, posterior noise, timestep) of a training row: float32 arrays of `shape`, an int."""
+    """Return (noise, posterior noise, timestep) of a training row: float32 arrays of `shape`, an int.
+
+    draw_time: of an objective.
+    """
     rng = row_rng(seed, stream, step, row)
     noise, posterior_noise = rng.standard_normal((2, *shape), dtype=np.float32)
-    return noise, posterior_noise, int(rng.integers(num_train_timesteps))
+    return noise, posterior_noise, draw_time(rng)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Targets and losses
-
-
-def get_target(
-    noise_scheduler: Any, latents: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
-) -> torch.Tensor:
-    """Return the target of the UNet's prediction, [B, c, h, w], by the scheduler's `prediction_type`.
-
-    epsilon: the noise (arXiv 2006.11239, eq. 14); v_prediction: the velocity (arXiv 2202.00512, appendix D).
-    """
-    prediction_type = noise_scheduler.config.prediction_type
-    if prediction_type == "epsilon":
-        return noise
-    if prediction_type == "v_prediction":
-        return noise_scheduler.get_velocity(latents, noise, timesteps)
-    raise BadInput(f"the scheduler's prediction_type {prediction_type!r} is not epsilon or v_prediction")
-
-
-def min_snr_weights(noise_scheduler: Any, timesteps: torch.Tensor, snr_gamma: float) -> torch.Tensor:
-    """Return the weight of each row [B] in the min-SNR loss (arXiv 2303.09556, section 3.4)."""
-    alphas_cumprod = noise_scheduler.alphas_cumprod.to(timesteps.device)[timesteps]
-    snr = alphas_cumprod / (1 - alphas_cumprod)
-    if noise_scheduler.config.prediction_type == "v_prediction":
-        return snr.clamp(max=snr_gamma) / (snr + 1)
-    return snr.clamp(max=snr_gamma) / snr
+# Losses
 
 
 def row_losses(model_pred: torch.Tensor, target: torch.Tensor, row_weights: torch.Tensor | None = None) -> torch.Tensor:

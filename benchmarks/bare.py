@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from diffusers import DDPMScheduler
 from diffusers.models.attention_processor import AttnProcessor
 
 from common.folders import read_json, read_manifest
 from dataset import Batches, Pairs, PosteriorEncoder
 from pipelines.configs import read_config
+from pipelines.families import find_family
 from pipelines.loading import encode_posterior, load_models, set_up_torch
 from pipelines.tokens import tokenize
 from train import join_modules, training_step
@@ -39,7 +39,7 @@ class Encoded:
             return encode_posterior(self.encoder.vae, torch.from_numpy(pixel_values)[None])[self.part][0].clone()
 
 
-def make_batches(args, settings):
+def make_batches(args, settings, draw_time):
     """Return the dataset.Batches of a run of train.py."""
     rows = read_manifest(Path(args.work_dir) / "posteriors")["images"]
     num_class = sum(variant is None for _, variant in rows)
@@ -47,8 +47,7 @@ def make_batches(args, settings):
     pairs = Pairs(num_instance, num_class, settings["max_variants"], settings["seed"])
     prompts = [settings["instance_prompt"], settings["class_prompt"]]
     ids = [torch.tensor(row) for row in tokenize(args.model_dir, prompts)]
-    timesteps = read_config(args.model_dir, "scheduler")["num_train_timesteps"]
-    batches = Batches(Path(args.work_dir) / "posteriors", pairs, *ids, settings["seed"], timesteps)
+    batches = Batches(Path(args.work_dir) / "posteriors", pairs, *ids, settings["seed"], draw_time)
     if "cache" in args.without:
         options = {name: settings[name] for name in ("resolution", "random_crop", "random_flip", "seed")}
         encoder = PosteriorEncoder(args.model_dir, **options)
@@ -70,11 +69,12 @@ def main(args):
     model = join_modules(*(modules[name].train() for name in ("text_encoder", "unet")))
     fused = {"foreach": False} if "fused" in args.without else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], **fused)
-    batches = make_batches(args, settings)
+    objective = find_family(args.model_dir).objective(args.model_dir)
+    batches = make_batches(args, settings, objective.draw_time)
     step_losses = partial(
         training_step,
         model,
-        noise_scheduler=DDPMScheduler.from_pretrained(args.model_dir, subfolder="scheduler"),
+        objective=objective,
         vae_config=read_config(args.model_dir, "vae"),
         num_instance=1,
         prior_loss_weight=settings["prior_loss_weight"],

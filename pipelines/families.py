@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from common.errors import BadInput
 from pipelines.configs import model_resolution, pixel_factor, read_config, read_index
-from pipelines.objectives import Diffusion, Flow
+from pipelines.objectives import Diffusion, Flow, Objective
 from pipelines.tokens import tokenize
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Family:
         """Return the names of a component's parameters that no prediction depends on: they never have a gradient."""
         return []
 
-    def objective(self, model_dir: str | Path, snr_gamma: float | None = None) -> Diffusion | Flow:
+    def objective(self, model_dir: str | Path, snr_gamma: float | None = None) -> Objective:
         """Return what the denoiser learns, by the model's scheduler; snr_gamma: of the min-SNR weights."""
         from diffusers import DDPMScheduler
 

@@ -86,3 +86,6 @@ class Flow:
     def row_weights(self, index: torch.Tensor) -> None:
         """Return None: all rows weigh the same, as the density of the times is the weighting."""
         return None
+
+
+Objective = Diffusion | Flow

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from pipelines.objectives import Objective
 from utils import NO_CAPTION, ROW_NOISE, VALIDATION, draw_noise, row_rng
 
 if TYPE_CHECKING:
@@ -24,14 +25,15 @@ Item = TypeVar("Item")
 class Batching:
     """How rows become batches.
 
-    batch_size: rows of a worker in a batch. caption_dropout: share of the rows without caption.
+    batch_size: rows of a worker in a batch. caption_dropout: share of the rows without caption. objective: draws the
+    timesteps.
     """
 
     batch_size: int
     gradient_accumulation_steps: int
     caption_dropout: float
     seed: int
-    num_train_timesteps: int
+    objective: Objective
 
 
 def training_batches(
@@ -52,7 +54,7 @@ def training_batches(
             chances = np.array([row_rng(seed, NO_CAPTION, step, row).random() for row in rows])
             prompt = np.where((chances < batching.caption_dropout)[:, None, None], no_caption, batch["prompt"])
             shape = batch["mean"].shape[1:]
-            drawn = [draw_noise(seed, ROW_NOISE, step, row, shape, batching.num_train_timesteps) for row in rows]
+            drawn = [draw_noise(seed, ROW_NOISE, step, row, shape, batching.objective.draw_time) for row in rows]
             yield with_noise({**batch, "prompt": prompt}, drawn)
 
 
@@ -99,7 +101,7 @@ def validation_batches(
         drawn = []
         for number in (numbers % count).tolist():
             noise = row_rng(batching.seed, VALIDATION, 0, number).standard_normal(rows["mean"].shape[1:], np.float32)
-            timestep = int((number + 0.5) / count * batching.num_train_timesteps)
+            timestep = int((number + 0.5) / count * batching.objective.num_train_timesteps)
             drawn.append((noise, np.zeros_like(noise), timestep))
         batch = {key: values[numbers % count] for key, values in rows.items()}
         batches.append((with_noise(batch, drawn), torch.from_numpy(numbers < count).float() / count))

@@ -15,6 +15,7 @@ import dataset
 from common import errors, objects, targets
 from common.images import read_image, to_pixel_values
 from dataset import Batches, Pairs, cache_posteriors
+from pipelines.objectives import Flow
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, draw_noise, row_rng
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,18 +319,22 @@ def test_weights_that_overflow_fail_the_check(tiny_model, photos, tmp_path):
 # Batches
 
 
+def uniform(rng):
+    return int(rng.integers(1000))
+
+
 @pytest.fixture
 def batches(tmp_path):
     """A maker of Batches over a cache whose row r holds the number r (mean) and r + 0.5 (std)."""
     import torch
     from safetensors.torch import save_file
 
-    def make(pairs, seed=7, prompts=None):
+    def make(pairs, seed=7, prompts=None, draw_time=uniform):
         numbers = torch.arange(pairs.num_rows, dtype=torch.float16)[:, None, None, None].repeat(1, 4, 8, 8)
         arrays = {"mean": numbers, "std": numbers + 0.5, "place": torch.arange(pairs.num_rows)}
         save_file(arrays, tmp_path / "posteriors.safetensors")
         prompts = prompts or (torch.full((16,), 1), torch.full((16,), 2))
-        return Batches(tmp_path, pairs, *prompts, seed, 1000)
+        return Batches(tmp_path, pairs, *prompts, seed, draw_time)
 
     return make
 
@@ -359,7 +364,7 @@ def test_a_batch_is_instance_rows_then_class_rows_in_all_fields(batches, size):
     assert batch["prompt"][:, 0].tolist() == [1] * size + [2] * size
     for half, stream in enumerate((INSTANCE_NOISE, CLASS_NOISE)):
         for number in range(size):
-            noise, posterior_noise, timestep = draw_noise(7, stream, 2, number, (4, 8, 8), 1000)
+            noise, posterior_noise, timestep = draw_noise(7, stream, 2, number, (4, 8, 8), uniform)
             place = half * size + number
             assert np.array_equal(batch["noise"][place], noise)
             assert np.array_equal(batch["posterior_noise"][place], posterior_noise)
@@ -382,12 +387,15 @@ def test_prompt_embeds_are_laid_out_as_prompt_ids(batches):
     assert prompt[:, 0, 0].tolist() == [0.25, 0.25, 0.75, 0.75]
 
 
+@pytest.mark.parametrize("objective", ["diffusion", "flow"])
 @pytest.mark.parametrize("split", [(4,), (2, 2), (1, 1, 1, 1), (3, 1)])
-def test_a_step_is_the_same_whatever_workers_share_it(batches, split):
-    """One worker's four pairs are two workers' two and two, row by row, noise and all."""
+def test_a_step_is_the_same_whatever_workers_share_it(batches, split, objective):
+    """One worker's four pairs are two workers' two and two, row by row, noise and timesteps and all."""
     import torch
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
-    make = batches(Pairs(3, 10, 16, seed=7))
+    draw_time = uniform if objective == "diffusion" else Flow(FlowMatchEulerDiscreteScheduler()).draw_time
+    make = batches(Pairs(3, 10, 16, seed=7), draw_time=draw_time)
     whole = make(5, 0, 4, 4)
     first, parts = 0, []
     for count in split:

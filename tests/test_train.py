@@ -17,6 +17,7 @@ from fake_hub import TOKEN
 import train
 from common import board, errors, folders, objects
 from common.images import find_images
+from pipelines.objectives import Diffusion
 from training import checkpoints, logs, loop, validation
 
 
@@ -329,7 +330,7 @@ def test_training_step_by_hand(request, model, num_pairs):
     def constant_model(noisy_latents, timesteps, prompt):
         return 0.5 * noisy_latents
 
-    found = train.training_step(constant_model, batch, scheduler, {"scaling_factor": 0.6}, num_pairs, 0.25)
+    found = train.training_step(constant_model, batch, Diffusion(scheduler), {"scaling_factor": 0.6}, num_pairs, 0.25)
     each = []
     for i in range(rows):
         latents = (batch["mean"][i] + batch["std"][i] * batch["posterior_noise"][i]) * 0.6
@@ -351,7 +352,7 @@ def test_min_snr_weighs_each_row_of_both_halves(tiny_model):
     batch = {name: torch.zeros(4, 4, 8, 8) for name in ("mean", "std", "posterior_noise")}
     batch |= {"noise": torch.ones(4, 4, 8, 8), "timesteps": torch.tensor([0, 999, 0, 999]), "prompt": None}
     found = train.training_step(
-        lambda *_: torch.zeros(4, 4, 8, 8), batch, scheduler, {"scaling_factor": 1.0}, 2, 1.0, 5
+        lambda *_: torch.zeros(4, 4, 8, 8), batch, Diffusion(scheduler, 5), {"scaling_factor": 1.0}, 2, 1.0
     )
     first = scheduler.alphas_cumprod[0].item()
     half = (5 / (first / (1 - first)) + 1.0) / 2

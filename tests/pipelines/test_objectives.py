@@ -6,10 +6,11 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
-from pipelines.objectives import Flow
-from utils import INSTANCE_NOISE, row_rng
+from common import errors
+from pipelines.objectives import Diffusion, Flow
+from utils import INSTANCE_NOISE, prior_preserving_loss, row_rng
 
 
 def rows_of(*values):
@@ -26,6 +27,98 @@ def sd3():
 def flux():
     """Its scheduler shifts times by the size of a picture when it draws, and not in training."""
     return Flow(FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Diffusion
+
+# Cumulative products 0.64 and 0.36: square roots 0.8 and 0.6.
+BETAS = [0.36, 0.4375]
+SNR_BETAS = [0.1, 4 / 9, 0.8]  # cumulative products 0.9, 0.5 and 0.1: signal to noise 9, 1 and 1/9
+
+
+def make_diffusion(prediction_type, betas=BETAS, snr_gamma=None):
+    scheduler = DDPMScheduler(num_train_timesteps=len(betas), trained_betas=betas, prediction_type=prediction_type)
+    return Diffusion(scheduler, snr_gamma)
+
+
+def test_the_noisy_latents_are_told_their_timestep():
+    """0.8 * 2 + 0.6 * -1 and 0.6 * 2 + 0.8 * 4."""
+    index = torch.tensor([0, 1])
+    noisy, time = make_diffusion("epsilon").noisy(rows_of(2.0, 2.0), rows_of(-1.0, 4.0), index)
+    assert torch.allclose(noisy, rows_of(1.0, 4.4)) and torch.equal(time, index)
+
+
+def test_timesteps_are_uniform():
+    rng = row_rng(0, INSTANCE_NOISE, 0, 0)
+    drawn = [Diffusion(DDPMScheduler(num_train_timesteps=4)).draw_time(rng) for _ in range(400)]
+    counts = np.bincount(drawn)
+    assert len(counts) == 4 and counts.min() > 70 and isinstance(drawn[0], int)
+
+
+def test_the_target_of_epsilon_is_the_noise():
+    noise = rows_of(3.0, -1.0)
+    assert torch.equal(make_diffusion("epsilon").target(rows_of(1, 2), noise, torch.tensor([0, 1])), noise)
+
+
+def test_the_target_of_v_prediction_is_the_velocity():
+    """v = sqrt(abar) noise - sqrt(1 - abar) x0: 0.8 * 3 - 0.6 * 1 and 0.6 * -1 - 0.8 * 2."""
+    target = make_diffusion("v_prediction").target(rows_of(1.0, 2.0), rows_of(3.0, -1.0), torch.tensor([0, 1]))
+    assert torch.allclose(target, rows_of(1.8, -2.2))
+
+
+def test_the_velocity_and_the_noisy_latents_give_the_latents_back():
+    objective = make_diffusion("v_prediction")
+    latents, noise, index = rows_of(0.7, -0.2), rows_of(1.1, 0.4), torch.tensor([0, 1])
+    noisy, _ = objective.noisy(latents, noise, index)
+    velocity = objective.target(latents, noise, index)
+    signal = objective.scheduler.alphas_cumprod[index].sqrt()[:, None, None, None]
+    assert torch.allclose(signal * noisy - (1 - signal**2).sqrt() * velocity, latents, atol=1e-6)
+
+
+def test_another_prediction_type_is_bad_input():
+    with pytest.raises(errors.BadInput, match="'sample'"):
+        make_diffusion("sample").target(rows_of(1), rows_of(1), torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("prediction_type", "gamma", "weights"),
+    [
+        ("epsilon", 5, [5 / 9, 1, 1]),
+        ("epsilon", 0.5, [0.5 / 9, 0.5, 1]),
+        ("v_prediction", 5, [5 / 10, 1 / 2, 0.1]),
+        ("v_prediction", 0.5, [0.5 / 10, 0.5 / 2, 0.1]),
+    ],
+)
+def test_min_snr_weights(prediction_type, gamma, weights):
+    objective = make_diffusion(prediction_type, SNR_BETAS, gamma)
+    for index in ([0, 1, 2], [2, 0, 2]):
+        found = objective.row_weights(torch.tensor(index)).tolist()
+        assert found == pytest.approx([weights[i] for i in index], rel=1e-5)
+    assert make_diffusion(prediction_type, SNR_BETAS).row_weights(torch.tensor([0])) is None
+
+
+def test_min_snr_weights_are_finite_at_zero_terminal_snr():
+    scheduler = DDPMScheduler(
+        beta_schedule="scaled_linear", prediction_type="v_prediction", rescale_betas_zero_snr=True
+    )
+    assert scheduler.alphas_cumprod[-1] == 0
+    objective, index = Diffusion(scheduler, 5), torch.arange(1000)
+    weights = objective.row_weights(index)
+    assert torch.isfinite(weights).all() and (weights >= 0).all() and (weights <= 5 / 6 + 1e-6).all()
+    latents, noise = torch.randn(2, 1000, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    target = objective.target(latents, noise, index)
+    assert all(torch.isfinite(part) for part in prior_preserving_loss(noise, target, 500, 1, weights))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_min_snr_and_prior_preservation_together(size):
+    """Each half is weighed by its own timesteps: a loss that halves the prediction alone fails at B = 2."""
+    weights = make_diffusion("v_prediction", SNR_BETAS, 5).row_weights(torch.tensor([0] * size + [2] * size))
+    losses = prior_preserving_loss(
+        rows_of(*[1.0] * size, *[2.0] * size), torch.zeros(2 * size, 1, 2, 2), size, 1, weights
+    )
+    assert [part.item() for part in losses] == pytest.approx([0.5 + 0.4, 0.5, 0.4], rel=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from diffusers import DDPMScheduler
 from fake_rows import fake_load
 
 from common import errors
+from pipelines.objectives import Diffusion
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
 from pretraining.streams import Order
 
@@ -22,7 +24,7 @@ BATCHING = Batching(
     gradient_accumulation_steps=2,
     caption_dropout=0.3,
     seed=5,
-    num_train_timesteps=1000,
+    objective=Diffusion(DDPMScheduler()),
 )
 NO_CAPTION = np.full((1, 1), -1, np.float32)
 
