@@ -20,7 +20,6 @@ from common.objects import local_copy, same_copy
 from common.targets import Held
 from common.uris import shown
 from pipelines import loading
-from pipelines.tokens import tokenize
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
 
 if TYPE_CHECKING:
@@ -253,31 +252,18 @@ def plan_cache(
 # Batches
 
 
-def encode_prompts(
-    model_dir: str, prompts: Sequence[str], text_encoder: Any, device: torch.device
-) -> list[torch.Tensor]:
-    """Return prompt_ids [L] of each prompt; if the text encoder is frozen, its prompt_embeds [L, D], computed once.
-
-    text_encoder: the frozen one, None if it is trained.
-    """
-    import torch
-
-    prompt_ids = [torch.tensor(ids) for ids in tokenize(model_dir, prompts)]
-    if text_encoder is None:
-        return prompt_ids
-    with torch.no_grad():
-        return [text_encoder(ids[None].to(device))[0][0].cpu() for ids in prompt_ids]
-
-
 class Batches:
-    """Makes training batches from the cache, which it maps into memory; they do not depend on the worker."""
+    """Makes training batches from the cache, which it maps into memory; they do not depend on the worker.
+
+    instance_prompt, class_prompt: as returned by conditions.encode_prompts. draw_time: of the objective.
+    """
 
     def __init__(
         self,
         cache_dir: str | Path,
         pairs: Pairs,
-        instance_prompt: torch.Tensor,
-        class_prompt: torch.Tensor,
+        instance_prompt: dict[str, torch.Tensor],
+        class_prompt: dict[str, torch.Tensor],
         seed: int,
         draw_time: Callable[[np.random.Generator], int],
     ) -> None:
@@ -309,15 +295,15 @@ class Batches:
             "noise": torch.from_numpy(noise[0]),
             "posterior_noise": torch.from_numpy(noise[1]),
             "timesteps": torch.tensor(noise[2]),
-            "prompt": self.prompts[stream],
+            **self.prompts[stream],
         }
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack rows into a batch: B instance rows, then, with prior preservation, B class rows; all fields use this order.
 
-    mean, std, noise, posterior_noise: [2B, c, h, w] float32; timesteps: [2B] int64;
-    prompt: prompt_ids [2B, L] int64, or prompt_embeds [2B, L, D] if the text encoder is frozen.
+    mean, std, noise, posterior_noise: [2B, c, h, w] float32; timesteps: [2B] int64; prompts: as in
+    pipelines.conditions, [2B, ...].
     """
     import torch
 

@@ -22,9 +22,9 @@ from common.errors import BadInput
 from common.objects import local_copy, uris_in_errors
 from common.storage import split
 from pipelines import loading
-from pipelines.configs import pixel_factor, read_config, read_unet_config
+from pipelines.configs import read_config, read_unet_config
 from pipelines.families import find_family
-from pipelines.model_folder import check_model, check_pipeline, count_weights, count_weights_of
+from pipelines.model_folder import check_model, count_weights, count_weights_of
 from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
 from pretraining.inputs import add_data_flags, open_data
@@ -155,7 +155,7 @@ class PretrainTask(Task):
     pretraining: Pretraining
 
 
-def denoising_losses(model, batch, objective, vae_config):
+def denoising_losses(model, batch, family, objective, vae_config):
     """Return the loss of each row [B] of a batch of batches.with_noise: arXiv 2006.11239, eq. 14, on latents.
 
     objective: of pipelines.objectives. A batch without "std" holds scaled latents.
@@ -165,7 +165,7 @@ def denoising_losses(model, batch, objective, vae_config):
         latents = loading.scale_latents(latents + batch["std"] * batch["posterior_noise"], vae_config)
     noise, timesteps = batch["noise"], batch["timesteps"]  # B c h w, B
     noisy_latents, time = objective.noisy(latents, noise, timesteps)
-    model_pred = model(noisy_latents, time, batch["prompt"]).sample
+    model_pred = family.predict(model, noisy_latents, time, batch)
     return utils.row_losses(model_pred, objective.target(latents, noise, timesteps), objective.row_weights(timesteps))
 
 
@@ -192,21 +192,16 @@ def validation_loss(batches, place, dtype, **options):
 
 def make_batches(task, place, first_step, objective):
     """Return (iterator over this worker's training batches from `first_step` on, list of its validation batches)."""
-    config, compute = task.pretraining, task.compute
+    config, schedule, compute = task.pretraining, task.schedule, task.compute
     data = (RawImages if config.online else LatentFiles)(**config.data)
     load = make_load(data, config.pool)
     chunk_rows, held_out = hold_out(data.chunk_rows, config.num_validation_rows)
-    order = Order(chunk_rows, place.rank, place.world_size, config.shuffle_window, task.schedule.seed)
+    order = Order(chunk_rows, place.rank, place.world_size, config.shuffle_window, schedule.seed)
     encoder = LatentEncoder(task.output.model_dir, (), 1, compute.mixed_precision, compute.num_threads)
     no_caption = encoder.encode_captions([""])[0].astype("float32")
-    batching = Batching(
-        config.batch_size_per_worker,
-        task.schedule.gradient_accumulation_steps,
-        config.caption_dropout,
-        task.schedule.seed,
-        objective,
-    )
-    batches = training_batches(order, load, first_step, task.schedule.max_train_steps, batching, no_caption)
+    sizes = config.batch_size_per_worker, schedule.gradient_accumulation_steps
+    batching = Batching(*sizes, config.caption_dropout, schedule.seed, objective)
+    batches = training_batches(order, load, first_step, schedule.max_train_steps, batching, no_caption)
     if config.pool["num_workers"] or not config.online:  # encoding in this process alternates with the steps
         batches = ahead(batches, config.prefetch_batches)
     return batches, validation_batches(held_out, load, place, batching) if held_out else []
@@ -232,9 +227,10 @@ def prepare(task, place, start):
     ema = parallel.Ema(unet.parameters(), config.ema_decay) if config.ema_decay else None
     if start.step and ema:
         checkpoints.restore_averages(start.folder and start.folder / "ema" / "unet", unet, ema, place)
-    objective = find_family(model_dir).objective(model_dir, config.snr_gamma)
+    family = find_family(model_dir)
+    objective = family.objective(model_dir, config.snr_gamma)
     batches, held_out = make_batches(task, place, start.step, objective)
-    options = {"model": model, "objective": objective, "vae_config": read_config(model_dir, "vae")}
+    options = {"model": model, "family": family, "objective": objective, "vae_config": read_config(model_dir, "vae")}
 
     def validate(step):
         if not held_out or not loop.is_due(step, schedule.validation_steps, schedule.max_train_steps):
@@ -291,10 +287,9 @@ def publish(task, step, device):
 
 def read_inputs(args):
     """Check the model, the data and the flags; return (settings of the run, data)."""
-    check_pipeline(args.model_dir)
     settings = check_inputs(args, SETTINGS, "sample_prompts", data=args.data)
     data = open_data(args)
-    sample_size = args.resolution // pixel_factor(args.model_dir)
+    sample_size = args.resolution // find_family(args.model_dir).sizes(args.model_dir).cell
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}
     settings["data"] = folders.digest_values(data.fingerprint)
     return settings, data

@@ -21,11 +21,12 @@ from common.errors import BadInput
 from common.images import check_images, find_images
 from common.objects import local_copy, uris_in_errors
 from common.storage import split
-from dataset import Batches, Pairs, cache_posteriors, encode_prompts
+from dataset import Batches, Pairs, cache_posteriors
 from pipelines import loading
-from pipelines.configs import pixel_factor, read_config
+from pipelines.conditions import encode_prompts
+from pipelines.configs import read_config
 from pipelines.families import find_family
-from pipelines.model_folder import check_model, check_pipeline, count_weights
+from pipelines.model_folder import check_model, count_weights
 from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
 from pipelines.upload import add_hub_flags, check_hub_flags
@@ -181,16 +182,16 @@ def training_step(model, batch, objective, vae_config, num_instance, prior_loss_
     latents = loading.scale_latents(batch["mean"] + batch["std"] * batch["posterior_noise"], vae_config)  # 2B c h w
     noise, timesteps = batch["noise"], batch["timesteps"]  # 2B c h w, 2B
     noisy_latents, time = objective.noisy(latents, noise, timesteps)
-    model_pred = model(noisy_latents, time, batch["prompt"])
+    model_pred = model(noisy_latents, time, batch)
     target, row_weights = objective.target(latents, noise, timesteps), objective.row_weights(timesteps)
     return utils.prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights)
 
 
-def make_batches(task, place, frozen_text_encoder, draw_time):
-    """Return batch(step, micro), the tensors of this worker's share of a global batch."""
+def make_batches(task, place, family, frozen, draw_time):
+    """Return batch(step, micro), the tensors of this worker's share of a global batch; frozen: text encoders."""
     config, model_dir = task.dreambooth, task.output.model_dir
     prompts = [config.instance_prompt, config.class_prompt or ""]
-    instance, other = encode_prompts(model_dir, prompts, frozen_text_encoder, place.device)
+    instance, other = encode_prompts(family, model_dir, prompts, frozen, place.device)
     batches = Batches(config.posteriors_dir, config.pairs, instance, other, task.schedule.seed, draw_time)
     num_pairs = config.train_batch_size
 
@@ -206,7 +207,9 @@ def prepare(task, place, start):
     config, compute, model_dir = task.dreambooth, task.compute, task.output.model_dir
     loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
     dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
+    family = find_family(model_dir)
     modules, frozen = load_modules(
+        family,
         model_dir,
         start.folder,
         place.device,
@@ -215,29 +218,24 @@ def prepare(task, place, start):
         channels_last=not task.optimization.use_8bit_adam,  # bitsandbytes copies weights to contiguous memory
     )
     optimizer = make_optimizer(task.optimization, task.schedule.max_train_steps, modules, place, dtype, start)
-    joined = join_modules(modules.get("text_encoder"), modules["unet"])
+    joined = join_modules(family, modules)
     if config.compile:
         joined.compile()
     model = parallel.wrap(joined, place, reduce_dtype=config.reduce_dtype)
-    objective = find_family(model_dir).objective(model_dir, config.snr_gamma)
+    objective = family.objective(model_dir, config.snr_gamma)
+    options = {"objective": objective, "vae_config": read_config(model_dir, "vae")}
+    options["prior_loss_weight"] = config.prior_loss_weight
     return loop.Run(
         step=start.step,
         model=model,
         optimizer=optimizer,
-        batch=make_batches(task, place, frozen, objective.draw_time),
+        batch=make_batches(task, place, family, frozen, objective.draw_time),
         loss_names=("loss", "instance_loss", "class_loss"),
-        losses=partial(
-            training_step,
-            model,
-            objective=objective,
-            vae_config=read_config(model_dir, "vae"),
-            num_instance=config.train_batch_size,
-            prior_loss_weight=config.prior_loss_weight,
-        ),
+        losses=partial(training_step, model, num_instance=config.train_batch_size, **options),
         dtype=dtype,
         saves=place.rank == 0,
         write=partial(checkpoints.write_state, modules=modules, optimizer=optimizer.adamw),
-        draw=validation.Painter(task, {"text_encoder": frozen, **modules}, place, dtype).draw,
+        draw=validation.Painter(task, {**frozen, **modules}, place, dtype).draw,
     )
 
 
@@ -272,9 +270,6 @@ def read_inputs(args):
     """
     if args.use_8bit_adam and not importlib.util.find_spec("bitsandbytes"):
         raise BadInput("--use_8bit_adam requires bitsandbytes: python -m pip install bitsandbytes")
-    index = check_pipeline(args.model_dir)
-    if index["_class_name"] != "StableDiffusionPipeline":
-        raise BadInput(f"--model_dir {args.model_dir} is a {index['_class_name']}, not a StableDiffusionPipeline")
     check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
     images_dirs = {name: getattr(args, name) for name in IMAGES_DIRS}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **images_dirs)
@@ -294,9 +289,9 @@ def plan_steps(args, settings, images, num_workers):
 def check_needs(args, num_rows):
     """Check the model's files and the disk space before a model is loaded; warn of prompts that are cut off."""
     say_what_is_cut(args.model_dir, [args.instance_prompt, args.class_prompt or "", *args.validation_prompts])
-    cells = (args.resolution // pixel_factor(args.model_dir)) ** 2
-    cache = num_rows * cells * read_config(args.model_dir, "vae")["latent_channels"] * 2 * 2  # float16 mean, std
-    trained = ("unet", "text_encoder")[: 1 + args.train_text_encoder]
+    family = find_family(args.model_dir)
+    sizes, trained = family.sizes(args.model_dir), family.trained(args.train_text_encoder)
+    cache = num_rows * (args.resolution // sizes.cell) ** 2 * sizes.channels * 2 * 2  # float16 mean, std
     resuming.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
     check_model(args.model_dir)
 

@@ -17,11 +17,12 @@ from diffusers.models.attention_processor import AttnProcessor
 
 from common.folders import read_json, read_manifest
 from dataset import Batches, Pairs, PosteriorEncoder
+from pipelines.conditions import encode_prompts
 from pipelines.configs import read_config
 from pipelines.families import find_family
 from pipelines.loading import encode_posterior, load_models, set_up_torch
-from pipelines.tokens import tokenize
-from train import join_modules, training_step
+from train import training_step
+from training.modules import join_modules
 
 SWITCHES = ("cache", "channels_last", "sdpa", "fused")
 
@@ -39,15 +40,15 @@ class Encoded:
             return encode_posterior(self.encoder.vae, torch.from_numpy(pixel_values)[None])[self.part][0].clone()
 
 
-def make_batches(args, settings, draw_time):
+def make_batches(args, settings, family, draw_time):
     """Return the dataset.Batches of a run of train.py."""
     rows = read_manifest(Path(args.work_dir) / "posteriors")["images"]
     num_class = sum(variant is None for _, variant in rows)
     num_instance = len({path for path, variant in rows if variant is not None})
     pairs = Pairs(num_instance, num_class, settings["max_variants"], settings["seed"])
     prompts = [settings["instance_prompt"], settings["class_prompt"]]
-    ids = [torch.tensor(row) for row in tokenize(args.model_dir, prompts)]
-    batches = Batches(Path(args.work_dir) / "posteriors", pairs, *ids, settings["seed"], draw_time)
+    fields = encode_prompts(family, args.model_dir, prompts, {}, torch.device("cpu"))
+    batches = Batches(Path(args.work_dir) / "posteriors", pairs, *fields, settings["seed"], draw_time)
     if "cache" in args.without:
         options = {name: settings[name] for name in ("resolution", "random_crop", "random_flip", "seed")}
         encoder = PosteriorEncoder(args.model_dir, **options)
@@ -60,17 +61,18 @@ def main(args):
     """Train and log the loss."""
     set_up_torch("cpu", args.num_threads)
     settings = read_json(Path(args.work_dir) / "run.json")["settings"]
+    family = find_family(args.model_dir)
     modules = load_models(args.model_dir, ("text_encoder", "unet"), torch.float32)
     if "channels_last" not in args.without:
         modules["unet"].to(memory_format=torch.channels_last)
     if "sdpa" in args.without:
         modules["unet"].set_attn_processor(AttnProcessor())
         modules["text_encoder"].set_attn_implementation("eager")
-    model = join_modules(*(modules[name].train() for name in ("text_encoder", "unet")))
+    model = join_modules(family, {name: module.train() for name, module in modules.items()})
     fused = {"foreach": False} if "fused" in args.without else {"fused": True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings["lr"], **fused)
-    objective = find_family(args.model_dir).objective(args.model_dir)
-    batches = make_batches(args, settings, objective.draw_time)
+    objective = family.objective(args.model_dir)
+    batches = make_batches(args, settings, family, objective.draw_time)
     step_losses = partial(
         training_step,
         model,

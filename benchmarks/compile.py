@@ -16,9 +16,9 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile from scratch, 
 import torch
 
 from pipelines.configs import read_config
+from pipelines.families import find_family
 from pipelines.loading import load_models, set_up_torch
-from pipelines.tokens import tokenize
-from train import join_modules
+from training.modules import join_modules
 
 
 def step_seconds(model, batch, count):
@@ -36,12 +36,13 @@ def step_seconds(model, batch, count):
 def main(args):
     """Measure, print the times, then one JSON line."""
     set_up_torch("cpu")
+    family = find_family(args.model_dir)
     modules = load_models(args.model_dir, ("text_encoder", "unet"), torch.float32)
     modules["unet"].to(memory_format=torch.channels_last)
-    model = join_modules(*(modules[name].train() for name in ("text_encoder", "unet")))
+    model = join_modules(family, {name: module.train() for name, module in modules.items()})
     side = read_config(args.model_dir, "unet")["sample_size"]
-    ids = torch.tensor(tokenize(args.model_dir, ["a cat", "a dog"]))
-    batch = (torch.randn(2, 4, side, side), torch.tensor([1, 2]), ids)
+    ids = family.tokenize(args.model_dir, ["a cat", "a dog"])["text_encoder"]
+    batch = (torch.randn(2, 4, side, side), torch.tensor([1, 2]), {"text_encoder.ids": ids})
     plain = statistics.median(step_seconds(model, batch, args.steps + 1)[1:])
     model.compile()
     first, *others = step_seconds(model, batch, args.steps + 3)

@@ -104,9 +104,14 @@ def model_resolution(model_dir: str | Path, denoiser: str = "unet") -> int:
     return cells * pixel_factor(model_dir)
 
 
-def check_resolution(model_dir: str | Path, flag: str, value: int) -> None:
-    """Raise BadInput unless `value` pixels are a multiple of a latent cell and of what Diffusers' pipelines accept."""
-    multiple = math.lcm(pixel_factor(model_dir), 8)  # Diffusers' pipelines require multiples of 8 for every VAE
+def side_multiple(model_dir: str | Path) -> int:
+    """Return the number of pixels of which the sides of images are multiples, where a family has no other rule."""
+    return math.lcm(pixel_factor(model_dir), 8)  # Diffusers' pipelines require multiples of 8 for every VAE
+
+
+def check_resolution(model_dir: str | Path, flag: str, value: int, multiple: int | None = None) -> None:
+    """Raise BadInput unless `value` pixels are a multiple of `multiple`; default: side_multiple."""
+    multiple = multiple or side_multiple(model_dir)
     if value % multiple:
         near = max(multiple, round(value / multiple) * multiple)
         raise BadInput(f"{flag} {value} is not a multiple of {multiple}, which the model requires: use {near}")

@@ -6,13 +6,12 @@ how the denoiser is called. `find_family` finds the family of a model folder.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from common.errors import BadInput
-from pipelines.configs import model_resolution, pixel_factor, read_config, read_index
+from pipelines.configs import model_resolution, pixel_factor, read_config, read_index, side_multiple
 from pipelines.objectives import Diffusion, Flow, Objective
 from pipelines.tokens import tokenize
 
@@ -60,13 +59,17 @@ class Family:
         """Return the sizes of a model, from its configuration."""
         cell = pixel_factor(model_dir)
         channels = read_config(model_dir, "vae")["latent_channels"]
-        return Sizes(self._resolution(model_dir), self._multiple(model_dir, cell), cell, channels)
+        return Sizes(self._resolution(model_dir), self._multiple(model_dir), cell, channels)
 
     def _resolution(self, model_dir: str | Path) -> int:
         return model_resolution(model_dir, self.denoiser)
 
-    def _multiple(self, model_dir: str | Path, cell: int) -> int:
-        return math.lcm(cell, 8)  # Diffusers' pipelines require multiples of 8 for every VAE
+    def _multiple(self, model_dir: str | Path) -> int:
+        return side_multiple(model_dir)
+
+    def trained(self, train_text_encoders: bool) -> tuple[str, ...]:
+        """Return the components that are trained: the denoiser and, where it is asked for, text encoders."""
+        return (self.denoiser, *(self.trainable if train_text_encoders else ()))
 
     def tokenize(self, model_dir: str | Path, prompts: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the token ids that each text encoder reads: {encoder: [n, L] int64}."""
@@ -216,8 +219,8 @@ class SD3(Family):
     guidance_scale = 7.0
     num_inference_steps = 28
 
-    def _multiple(self, model_dir, cell):
-        return cell * read_config(model_dir, self.denoiser)["patch_size"]
+    def _multiple(self, model_dir):
+        return pixel_factor(model_dir) * read_config(model_dir, self.denoiser)["patch_size"]
 
     def read(self, name, encoder, ids):
         if name == "text_encoder_3":
@@ -258,8 +261,8 @@ class FLUX(Family):
     def _resolution(self, model_dir):
         return 128 * pixel_factor(model_dir)  # FluxPipeline's default; its configurations have no size
 
-    def _multiple(self, model_dir, cell):
-        return cell * 2
+    def _multiple(self, model_dir):
+        return 2 * pixel_factor(model_dir)
 
     def read(self, name, encoder, ids):
         return {"pooled": encoder(ids).pooler_output} if name == "text_encoder" else {"hidden": encoder(ids)[0]}
@@ -307,9 +310,9 @@ def load_flow(model_dir: str | Path, snr_gamma: float | None) -> Flow:
 FAMILIES = {family.pipeline: family for family in (SD(), SDXL(), SD3(), FLUX())}
 
 
-def find_family(model_dir: str | Path, flag: str = "--model_dir") -> Family:
-    """Return the family of a model folder, by the pipeline's class; raise BadInput if it is none of FAMILIES."""
-    class_name = read_index(model_dir).get("_class_name")
-    if class_name not in FAMILIES:
-        raise BadInput(f"{flag} {model_dir} is a {class_name}: supported are {', '.join(FAMILIES)}")
+def find_family(model_dir: str | Path, supported: Iterable[str] = tuple(FAMILIES)) -> Family:
+    """Return the family of a model folder, by the pipeline's class; raise BadInput if it is none of the supported."""
+    class_name = read_index(model_dir).get("_class_name", "pipeline of no class")
+    if class_name not in supported:
+        raise BadInput(f"--model_dir {model_dir} is a {class_name}; supported: {', '.join(supported)}")
     return FAMILIES[class_name]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fake_hub import running_hub
 from PIL import Image
-from tiny_models import RESOLUTION, make_tiny_model
+from tiny_models import RESOLUTION, make_tiny_flux, make_tiny_model, make_tiny_sd3, make_tiny_sdxl
 
 from common import cache, cli, messages, objects
 
@@ -134,6 +134,14 @@ def one_thread():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_families(tiny_model, tmp_path_factory):
+    """{name: folder} of a tiny model of each family."""
+    folder, makers = tmp_path_factory.mktemp("families"), {"sdxl": make_tiny_sdxl, "sd3": make_tiny_sd3}
+    others = {name: make(folder / name) for name, make in (makers | {"flux": make_tiny_flux}).items()}
+    return {"sd": tiny_model, **others}
 
 
 @pytest.fixture(scope="session")

@@ -333,7 +333,7 @@ def batches(tmp_path):
         numbers = torch.arange(pairs.num_rows, dtype=torch.float16)[:, None, None, None].repeat(1, 4, 8, 8)
         arrays = {"mean": numbers, "std": numbers + 0.5, "place": torch.arange(pairs.num_rows)}
         save_file(arrays, tmp_path / "posteriors.safetensors")
-        prompts = prompts or (torch.full((16,), 1), torch.full((16,), 2))
+        prompts = prompts or [{"text_encoder.ids": torch.full((16,), number)} for number in (1, 2)]
         return Batches(tmp_path, pairs, *prompts, seed, draw_time)
 
     return make
@@ -351,17 +351,17 @@ def test_a_batch_is_instance_rows_then_class_rows_in_all_fields(batches, size):
         "noise": (2 * size, 4, 8, 8),
         "posterior_noise": (2 * size, 4, 8, 8),
         "timesteps": (2 * size,),
-        "prompt": (2 * size, 16),
+        "text_encoder.ids": (2 * size, 16),
     }
-    assert {name: value.dtype for name, value in batch.items() if name not in ("timesteps", "prompt")} == {
+    assert {name: value.dtype for name, value in batch.items() if name not in ("timesteps", "text_encoder.ids")} == {
         name: torch.float32 for name in ("mean", "std", "noise", "posterior_noise")
     }
-    assert batch["timesteps"].dtype == batch["prompt"].dtype == torch.int64
+    assert batch["timesteps"].dtype == batch["text_encoder.ids"].dtype == torch.int64
     rows = [pairs.rows(2 * size + number) for number in range(size)]
     wanted = [instance for instance, _ in rows] + [other for _, other in rows]
     assert batch["mean"][:, 0, 0, 0].tolist() == wanted
     assert batch["std"][:, 0, 0, 0].tolist() == [row + 0.5 for row in wanted]
-    assert batch["prompt"][:, 0].tolist() == [1] * size + [2] * size
+    assert batch["text_encoder.ids"][:, 0].tolist() == [1] * size + [2] * size
     for half, stream in enumerate((INSTANCE_NOISE, CLASS_NOISE)):
         for number in range(size):
             noise, posterior_noise, timestep = draw_noise(7, stream, 2, number, (4, 8, 8), uniform)
@@ -375,16 +375,17 @@ def test_without_class_images_a_batch_is_instance_rows(batches):
     pairs = Pairs(3, 0, 2, seed=7)
     batch = batches(pairs)(1, 0, 2, 2)
     assert batch["mean"][:, 0, 0, 0].tolist() == [pairs.rows(2)[0], pairs.rows(3)[0]]
-    assert batch["prompt"][:, 0].tolist() == [1, 1] and len(batch["noise"]) == 2
+    assert batch["text_encoder.ids"][:, 0].tolist() == [1, 1] and len(batch["noise"]) == 2
 
 
-def test_prompt_embeds_are_laid_out_as_prompt_ids(batches):
+def test_what_frozen_encoders_say_is_laid_out_as_ids_are(batches):
     import torch
 
-    embeds = (torch.full((16, 8), 0.25), torch.full((16, 8), 0.75))
-    prompt = batches(Pairs(3, 8, 16, seed=7), prompts=embeds)(0, 0, 2, 2)["prompt"]
-    assert prompt.shape == (4, 16, 8) and prompt.dtype == torch.float32
-    assert prompt[:, 0, 0].tolist() == [0.25, 0.25, 0.75, 0.75]
+    said = [{"a.hidden": torch.full((16, 8), value), "a.pooled": torch.full((4,), -value)} for value in (0.25, 0.75)]
+    batch = batches(Pairs(3, 8, 16, seed=7), prompts=said)(0, 0, 2, 2)
+    assert batch["a.hidden"].shape == (4, 16, 8) and batch["a.hidden"].dtype == torch.float32
+    assert batch["a.hidden"][:, 0, 0].tolist() == [0.25, 0.25, 0.75, 0.75]
+    assert batch["a.pooled"][:, 3].tolist() == [-0.25, -0.25, -0.75, -0.75]
 
 
 @pytest.mark.parametrize("objective", ["diffusion", "flow"])

@@ -22,6 +22,7 @@ import preprocess
 import pretrain
 from common import errors, folders
 from pipelines.configs import model_resolution
+from pipelines.families import SD
 from pipelines.objectives import Diffusion
 from pretraining.latents import digest_encoders
 from training import checkpoints, logs, workers
@@ -86,7 +87,7 @@ def test_losses_by_hand(request, model, snr_gamma, prescaled, num_rows):
         assert torch.equal(timesteps, batch["timesteps"]) and torch.equal(prompt, batch["prompt"])
         return SimpleNamespace(sample=0.5 * noisy_latents)
 
-    options = {"objective": Diffusion(scheduler, snr_gamma), "vae_config": {"scaling_factor": 0.6}}
+    options = {"family": SD(), "objective": Diffusion(scheduler, snr_gamma), "vae_config": {"scaling_factor": 0.6}}
     expected = []
     for i in range(num_rows):
         latents = batch["mean"][i]

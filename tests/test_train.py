@@ -17,6 +17,7 @@ from fake_hub import TOKEN
 import train
 from common import board, errors, folders, objects
 from common.images import find_images
+from pipelines.families import find_family
 from pipelines.objectives import Diffusion
 from training import checkpoints, logs, loop, validation
 
@@ -325,9 +326,12 @@ def test_training_step_by_hand(request, model, num_pairs):
     torch.manual_seed(num_pairs)
     rows, shape = 2 * num_pairs, (4, 8, 8)
     batch = {name: torch.randn(rows, *shape) for name in ("mean", "std", "noise", "posterior_noise")}
-    batch |= {"timesteps": torch.randint(0, 1000, (rows,)), "prompt": torch.zeros(rows, 24, dtype=torch.int64)}
+    batch |= {
+        "timesteps": torch.randint(0, 1000, (rows,)),
+        "text_encoder.ids": torch.zeros(rows, 24, dtype=torch.int64),
+    }
 
-    def constant_model(noisy_latents, timesteps, prompt):
+    def constant_model(noisy_latents, timesteps, batch):
         return 0.5 * noisy_latents
 
     found = train.training_step(constant_model, batch, Diffusion(scheduler), {"scaling_factor": 0.6}, num_pairs, 0.25)
@@ -350,7 +354,7 @@ def test_min_snr_weighs_each_row_of_both_halves(tiny_model):
 
     scheduler = DDPMScheduler.from_pretrained(tiny_model, subfolder="scheduler")
     batch = {name: torch.zeros(4, 4, 8, 8) for name in ("mean", "std", "posterior_noise")}
-    batch |= {"noise": torch.ones(4, 4, 8, 8), "timesteps": torch.tensor([0, 999, 0, 999]), "prompt": None}
+    batch |= {"noise": torch.ones(4, 4, 8, 8), "timesteps": torch.tensor([0, 999, 0, 999])}
     found = train.training_step(
         lambda *_: torch.zeros(4, 4, 8, 8), batch, Diffusion(scheduler, 5), {"scaling_factor": 1.0}, 2, 1.0
     )
@@ -375,9 +379,9 @@ def test_hidden_states_are_those_that_the_pipeline_draws_with(tiny_model):
             return pipeline.unet(noisy_latents, timesteps, hidden_states)
 
     prompt_ids = torch.tensor(tokenize(tiny_model, ["photo of unqtkn dog"]))
-    model = train.join_modules(pipeline.text_encoder, Spy())
+    model = train.join_modules(find_family(tiny_model), {"text_encoder": pipeline.text_encoder, "unet": Spy()})
     with torch.no_grad():
-        model(torch.zeros(1, 4, 8, 8), torch.tensor([5]), prompt_ids)
+        model(torch.zeros(1, 4, 8, 8), torch.tensor([5]), {"text_encoder.ids": prompt_ids})
         expected, _ = pipeline.encode_prompt("photo of unqtkn dog", torch.device("cpu"), 1, False)
     assert torch.equal(seen[0], expected)
 
@@ -620,7 +624,7 @@ def test_a_pipeline_of_another_kind_is_refused(command, no_models, tiny_model, t
     shutil.copytree(tiny_model, tmp_path / "xl")
     index = tmp_path / "xl" / "model_index.json"
     index.write_text(index.read_text().replace('"StableDiffusionPipeline"', '"StableDiffusionXLPipeline"'))
-    with pytest.raises(errors.BadInput, match="StableDiffusionXLPipeline"):
+    with pytest.raises(errors.BadInput, match=r"is a StableDiffusionXLPipeline; supported: StableDiffusionPipeline$"):
         command(model_dir=tmp_path / "xl")
 
 

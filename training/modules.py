@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines import loading
+from pipelines.conditions import read_condition
+from pipelines.families import Family
 from training.workers import Place
 
 if TYPE_CHECKING:
@@ -13,21 +16,23 @@ if TYPE_CHECKING:
 
 
 def load_modules(
+    family: Family,
     model_dir: str,
     folder: Path | None,
     device: torch.device,
     train_text_encoder: bool,
     gradient_checkpointing: bool,
     channels_last: bool,
-) -> tuple[dict[str, Any], Any]:
-    """Return (modules to train by name, frozen text encoder or None), from checkpoint `folder` if there is one."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return ({name: module to train}, {name: frozen text encoder}), from checkpoint `folder` if there is one."""
     import torch
 
-    modules = loading.load_models(model_dir, ("text_encoder", "unet"), torch.float32, folder)
+    modules = loading.load_models(model_dir, (*family.encoders, family.denoiser), torch.float32, folder)
     modules = {name: module.to(device).train() for name, module in modules.items()}
     if channels_last:
-        modules["unet"].to(memory_format=torch.channels_last)
-    frozen = None if train_text_encoder else modules.pop("text_encoder").eval()
+        modules[family.denoiser].to(memory_format=torch.channels_last)
+    trained = family.trained(train_text_encoder)
+    frozen = {name: modules.pop(name).eval() for name in family.encoders if name not in trained}
     for module in modules.values():
         module.requires_grad_(True)
         if gradient_checkpointing:
@@ -35,23 +40,24 @@ def load_modules(
     return modules, frozen
 
 
-def join_modules(text_encoder: Any, unet: Any) -> torch.nn.Module:
-    """Return one module of both, so that one DDP reducer serves both; text_encoder: None if it is frozen.
+def join_modules(family: Family, modules: Mapping[str, Any]) -> torch.nn.Module:
+    """Return one module of the denoiser and the text encoders in training, so that one DDP reducer serves all.
 
-    Its forward takes noisy_latents [B, c, h, w], timesteps [B] and prompt: prompt_ids [B, L], or prompt_embeds
-    [B, L, D] if the text encoder is frozen. It returns the prediction [B, c, h, w].
+    Its forward takes noisy latents [B, c, h, w], their times [B] and the batch, whose fields of the prompts it reads.
+    It returns the prediction [B, c, h, w].
     """
     import torch
 
     class TextToNoise(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.unet = unet
-            self.text_encoder = text_encoder
+            for name in (family.denoiser, *family.encoders):
+                if name in modules:
+                    self.add_module(name, modules[name])
 
-        def forward(self, noisy_latents: torch.Tensor, timesteps: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-            hidden_states = prompt if self.text_encoder is None else self.text_encoder(prompt)[0]  # B L D
-            return self.unet(noisy_latents, timesteps, hidden_states).sample  # B c h w
+        def forward(self, noisy: torch.Tensor, time: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            condition = read_condition(family, batch, self._modules)
+            return family.predict(self._modules[family.denoiser], noisy, time, condition)  # B c h w
 
     return TextToNoise()
 

@@ -12,6 +12,7 @@ from common import targets
 from common.errors import one_line
 from pipelines import loading
 from pipelines.configs import base_license, base_name, base_revision, components, read_index
+from pipelines.families import find_family
 from pipelines.model_folder import TRAINING_LOG, copy_component
 from training import validation
 from training.checkpoints import write_module
@@ -113,7 +114,7 @@ def dreambooth_card(
 library_name: diffusers
 license: {licence}
 pipeline_tag: text-to-image
-tags: [dreambooth, stable-diffusion, text-to-image]
+tags: [dreambooth, {find_family(model_dir).name}, text-to-image]
 ---
 
 # {prompt}
@@ -146,7 +147,7 @@ def pretraining_card(
 library_name: diffusers
 license: other
 pipeline_tag: text-to-image
-tags: [stable-diffusion, text-to-image]
+tags: [{find_family(model_dir).name}, text-to-image]
 ---
 
 # {Path(output_dir).name}

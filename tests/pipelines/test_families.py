@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny_models import RESOLUTION, make_tiny_flux, make_tiny_sd3, make_tiny_sdxl
+from tiny_models import RESOLUTION, make_tiny_flux
 
 from common import errors
 from pipelines import loading
@@ -18,17 +18,9 @@ NAMES = ["sd", "sdxl", "sd3", "flux"]
 CELLS = RESOLUTION // 2
 
 
-@pytest.fixture(scope="module")
-def models(tiny_model, tmp_path_factory):
-    """{name: folder} of a tiny model of each family."""
-    folder = tmp_path_factory.mktemp("families")
-    made = {"sdxl": make_tiny_sdxl(folder / "sdxl"), "sd3": make_tiny_sd3(folder / "sd3")}
-    return {"sd": tiny_model, **made, "flux": make_tiny_flux(folder / "flux")}
-
-
 @pytest.fixture(params=NAMES)
-def model_dir(request, models, one_thread):
-    return models[request.param]
+def model_dir(request, tiny_families, one_thread):
+    return tiny_families[request.param]
 
 
 @pytest.fixture
@@ -56,8 +48,8 @@ def find_method(pipeline, name):
 # Which family
 
 
-def test_each_class_has_its_family(models):
-    assert {name: find_family(folder).name for name, folder in models.items()} == {
+def test_each_class_has_its_family(tiny_families):
+    assert {name: find_family(folder).name for name, folder in tiny_families.items()} == {
         "sd": "stable-diffusion",
         "sdxl": "stable-diffusion-xl",
         "sd3": "stable-diffusion-3",
@@ -67,19 +59,22 @@ def test_each_class_has_its_family(models):
 
 def test_an_unknown_class_is_refused_in_one_line(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "KandinskyPipeline"}))
-    names = r"StableDiffusionPipeline, StableDiffusionXLPipeline, StableDiffusion3Pipeline, FluxPipeline"
-    with pytest.raises(errors.BadInput, match=rf"^--model_dir .* is a KandinskyPipeline: supported are {names}$"):
+    names = "StableDiffusionPipeline, StableDiffusionXLPipeline, StableDiffusion3Pipeline, FluxPipeline"
+    with pytest.raises(errors.BadInput, match=rf"^--model_dir .* is a KandinskyPipeline; supported: {names}$"):
         find_family(tmp_path)
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(errors.BadInput, match=r"is a pipeline of no class; supported: StableDiffusionPipeline$"):
+        find_family(tmp_path, ["StableDiffusionPipeline"])
 
 
-def test_sizes(models):
+def test_sizes(tiny_families):
     expected = {
         "sd": Sizes(RESOLUTION, 8, 2, 4),
         "sdxl": Sizes(RESOLUTION, 8, 2, 4),
         "sd3": Sizes(RESOLUTION, 4, 2, 16),
         "flux": Sizes(256, 4, 2, 16),
     }
-    assert {name: find_family(folder).sizes(folder) for name, folder in models.items()} == expected
+    assert {name: find_family(folder).sizes(folder) for name, folder in tiny_families.items()} == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -112,13 +107,13 @@ def test_the_condition_is_what_the_pipeline_encodes(family, model_dir, pipeline)
 
 
 @pytest.mark.parametrize("is_zero", [True, False])
-def test_the_unconditional_embedding_of_sdxl(models, one_thread, tmp_path, is_zero):
+def test_the_unconditional_embedding_of_sdxl(tiny_families, one_thread, tmp_path, is_zero):
     """Zeros, not the encoding of "", unless the model says otherwise."""
-    pipeline, family = loading.load_pipeline(models["sdxl"], torch.float32), SDXL()
-    index = json.loads((models["sdxl"] / "model_index.json").read_text())
+    pipeline, family = loading.load_pipeline(tiny_families["sdxl"], torch.float32), SDXL()
+    index = json.loads((tiny_families["sdxl"] / "model_index.json").read_text())
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"force_zeros_for_empty_prompt": is_zero}))
     pipeline.register_to_config(force_zeros_for_empty_prompt=is_zero)
-    found = family.unconditional(tmp_path, condition_of(family, models["sdxl"], pipeline, [""]))
+    found = family.unconditional(tmp_path, condition_of(family, tiny_families["sdxl"], pipeline, [""]))
     _, prompt, _, pooled = pipeline.encode_prompt("a cat")
     assert torch.equal(found["prompt"], prompt) and torch.equal(found["pooled"], pooled)
     assert bool(found["prompt"].any()) is not is_zero
@@ -249,12 +244,17 @@ def test_the_objective_is_that_of_the_scheduler(family, model_dir):
     assert objective.num_train_timesteps == 1000
 
 
-def test_a_flow_has_no_min_snr_weights(models):
+def test_a_flow_has_no_min_snr_weights(tiny_families):
     for name in ("sd3", "flux"):
         with pytest.raises(errors.BadInput, match=r"^--snr_gamma .* learns a flow: leave it out$"):
-            find_family(models[name]).objective(models[name], snr_gamma=5.0)
+            find_family(tiny_families[name]).objective(tiny_families[name], snr_gamma=5.0)
     for name in ("sd", "sdxl"):
-        assert find_family(models[name]).objective(models[name], snr_gamma=5.0).row_weights(torch.tensor([1])) <= 1
+        assert (
+            find_family(tiny_families[name])
+            .objective(tiny_families[name], snr_gamma=5.0)
+            .row_weights(torch.tensor([1]))
+            <= 1
+        )
 
 
 def test_the_modules_that_get_an_adapter_exist(family, pipeline):
@@ -269,6 +269,8 @@ def test_the_modules_that_get_an_adapter_exist(family, pipeline):
 
 
 def test_t5_is_not_trained(family, pipeline):
+    assert family.trained(train_text_encoders=False) == (family.denoiser,)
+    assert family.trained(train_text_encoders=True) == (family.denoiser, *family.trainable)
     for encoder in family.encoders:
         is_t5 = getattr(pipeline, encoder).config.model_type == "t5"
         assert is_t5 is (encoder in family.tokens) and not (is_t5 and encoder in family.trainable)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import pretrain
 from common import errors, folders, objects, targets
 from common.storage import is_remote
+from pipelines.families import SD
 from pipelines.objectives import Diffusion
 from training import checkpoints, logs, loop, parallel, work_folder, workers
 from training.modules import load_unet
@@ -91,7 +92,7 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
         checkpoints.restore_averages(start.folder and start.folder / "ema" / "unet", unet, ema, place)
     count = ROWS // accumulation // place.world_size
 
-    options = {"model": model, "objective": Diffusion(DDPMScheduler()), "vae_config": {}}
+    options = {"model": model, "family": SD(), "objective": Diffusion(DDPMScheduler()), "vae_config": {}}
     held_out = [(make_batch(10**6, 0, 2), torch.tensor([0.5, 0.5]) / place.world_size)]
 
     def validate(step):
