@@ -15,6 +15,7 @@ from tiny_models import make_tiny_clip, make_tiny_dino
 
 from common import objects
 from common.stores import Store
+from evaluate import DRAWN
 
 pytestmark = [pytest.mark.ray, pytest.mark.faults]
 
@@ -110,7 +111,8 @@ def test_evaluation(lose, store, tmp_path, tiny_model, class_images):
 
     without, with_ = lose("evaluate.py", words, begun, "MapWorker")
     assert without["measures"] == with_["measures"] and without["pictures"] == with_["pictures"]
-    assert_equal_images(store("without"), store("with"))
+    for name in DRAWN:
+        assert_equal_images(store(f"without/{name}"), store(f"with/{name}"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
