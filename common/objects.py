@@ -76,8 +76,8 @@ def publish(
 
     An older manifest is deleted first and the older objects that the folder lacks are deleted last, so that readers
     see the older folder, none, or the new one. The folder on the disk stays as it is. lease: the one under which the
-    objects are written; raises TryAgain if it is lost. others: called after the upload, returns
-    the facts of objects at the URI that belong to the folder too.
+    objects are written; raises TryAgain if it is lost. others: called after the upload, returns the facts of objects
+    at the URI that belong to the folder too.
     """
     folder, writer = Path(folder), _writer(uri, lease)
     files = folders.describe_files(folder)

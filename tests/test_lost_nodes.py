@@ -28,35 +28,45 @@ def nodes(tmp_path_factory):
     cluster.end()
 
 
+def run_twice(script, nodes, folder, words, disturb):
+    """Run a command undisturbed and disturbed; return, of each, its seconds, its result and what it said.
+
+    words: a function from the name of an output to flags. disturb: called with the process and the folder of its
+    output once the command runs for the second time.
+    """
+    runs = []
+    for output in ("without", "with"):
+        place = folder / output
+        place.mkdir()
+        began = time.monotonic()
+        process = begin(script, nodes, place, *words(output))
+        if output == "with":
+            disturb(process, place)
+        code, result, said = end(process, place)
+        assert code == 0, said
+        runs.append((time.monotonic() - began, result, said))
+    return runs
+
+
 @pytest.fixture
 def lose(nodes, tmp_path, capsys, request):
     """Return a function that runs a command with and without the loss of a node; it returns the results of both.
 
-    words: a function from the name of an output to flags. begun: whether it is time to lose a node that runs a process
-    of that name.
+    begun: whether it is time to lose a node that runs a process of that name.
     """
 
     def run(script, words, begun, name):
-        seconds, results = {}, {}
-        for output in ("without", "with"):
-            folder = tmp_path / output
-            folder.mkdir()
-            began = time.monotonic()
-            process = begin(script, nodes, folder, *words(output))
-            if output == "with":
-                wait_until(lambda: begun() and nodes.order("kill", name) == "done", process, folder)
-                lost = time.monotonic() - began
-            code, result, said = end(process, folder)
-            assert code == 0, said
-            seconds[output], results[output] = time.monotonic() - began, result
+        def kill(process, place):
+            wait_until(lambda: begun() and nodes.order("kill", name) == "done", process, place)
+
+        (without, result, _), (with_, other, _) = run_twice(script, nodes, tmp_path, words, kill)
         assert nodes.order("add", "2") == "done"
         with capsys.disabled():
-            costs = seconds["with"] - seconds["without"]
             print(
-                f"\n{request.node.name}: {seconds['without']:.0f} s without a loss, {seconds['with']:.0f} s with one "
-                f"after {lost:.0f} s, which cost {costs:.0f} s"
+                f"\n{request.node.name}: {without:.0f} s without a loss, {with_:.0f} s with one, "
+                f"which cost {with_ - without:.0f} s"
             )
-        return results["without"], results["with"]
+        return result, other
 
     return run
 
@@ -180,31 +190,30 @@ def two_nodes(tmp_path):
 
 
 def test_a_run_waits_for_a_node_and_says_so(two_nodes, store, tmp_path):
-    for output in ("without", "with"):
-        (tmp_path / output).mkdir()
-        words = train_of(store, output, "--num_workers", "2")
-        process = begin("train.py", two_nodes, tmp_path / output, *words)
-        if output == "with":
-            wait_until(has_checkpoint(store("with.work")), process, tmp_path / output)
-            assert two_nodes.order("kill", "RayTrainWorker") == "done"
-            wait_until(lambda: "waiting for " in (tmp_path / "with" / "stderr").read_text(), process, tmp_path / "with")
-            assert two_nodes.order("add", "2") == "done"
-        code, _, said = end(process, tmp_path / output)
-        assert code == 0, said
+    def words(output):
+        return train_of(store, output, "--num_workers", "2")
+
+    def kill(process, place):
+        wait_until(has_checkpoint(store("with.work")), process, place)
+        assert two_nodes.order("kill", "RayTrainWorker") == "done"
+        wait_until(lambda: "waiting for " in (place / "stderr").read_text(), process, place)
+        assert two_nodes.order("add", "2") == "done"
+
+    _, (_, _, said) = run_twice("train.py", two_nodes, tmp_path, words, kill)
     assert "waiting for 2 workers of 2 CPUs" in said
     assert_equal_results(store("without"), store("with"))
 
 
 def test_a_run_of_one_to_two_workers_goes_on_alone(two_nodes, store, tmp_path):
-    for output in ("without", "with"):
-        (tmp_path / output).mkdir()
-        words = train_of(store, output, "--num_workers", "1:2")
-        process = begin("train.py", two_nodes, tmp_path / output, *words)
-        if output == "with":
-            wait_until(has_checkpoint(store("with.work")), process, tmp_path / output)
-            assert two_nodes.order("kill", "RayTrainWorker") == "done"
-        code, result, said = end(process, tmp_path / output)
-        assert code == 0 and result["steps"] == 60, said
+    def words(output):
+        return train_of(store, output, "--num_workers", "1:2")
+
+    def kill(process, place):
+        wait_until(has_checkpoint(store("with.work")), process, place)
+        assert two_nodes.order("kill", "RayTrainWorker") == "done"
+
+    _, (_, result, said) = run_twice("train.py", two_nodes, tmp_path, words, kill)
+    assert result["steps"] == 60, said
     logs = [read_log(store(f"{output}.work")) for output in ("without", "with")]
     assert logs[0].keys() == logs[1].keys()
     for step in logs[0]:
