@@ -36,6 +36,7 @@ from evaluation.report import make_report
 from evaluation.subject import Prompts, find_subject, read_templates
 from pipelines.configs import base_name
 from pipelines.drawing import check_model_and_sampler, make_copies
+from pipelines.lora import add_lora_flag, describe, find_file
 from pipelines.model_folder import check_pipeline, digest_model
 from pipelines.samplers import SAMPLER, add_sampler_flags
 
@@ -73,6 +74,7 @@ def _add_input_flags(parser):
     group = parser.add_argument_group("models and images")
     group.add_argument("--model_dir", required=True, help="folder, or URI, of the tuned pipeline that train.py wrote")
     group.add_argument("--base_model_dir", required=True, help="folder, or URI, of the model that was tuned")
+    add_lora_flag(group)
     group.add_argument("--instance_images_dir", required=True, help="folder, or URI, of the subject's photos")
     group.add_argument(
         "--class_images_dir", required=True, help="folder, or URI, of class images that the base model drew"
@@ -169,6 +171,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     templates = read_templates(args.prompts_file, args.instance_prompt, subject)
     sampler = {name: getattr(args, name) for name in SAMPLER}
     models = {name: model_of(args, getattr(args, flag)) for name, flag in MODEL_FLAGS.items()}
+    models["tuned"]["loras"] = describe(args.lora)
     for name in ("base", "tuned"):
         check_pipeline(folder_of(models[name]), f"--{MODEL_FLAGS[name]}")
         check_model_and_sampler(models[name], sampler)
@@ -178,6 +181,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     images = {name: find_images(getattr(args, name), f"--{name}") for name in IMAGES_DIRS}
     settings |= {name: folders.digest_files(found.files.values()) for name, found in images.items()}
     settings |= {flag: digest_model(folder_of(models[name])) for name, flag in MODEL_FLAGS.items()}
+    if args.lora:
+        settings["lora"] = [[each["sha256"], each["scale"]] for each in models["tuned"]["loras"]]
     clip_dir = find_encoder(args.clip_model, "--clip_model")
     dino_dir = None if args.dino_model == "none" else find_encoder(args.dino_model, "--dino_model")
     settings |= {"clip": digest_encoder(clip_dir), "dino": dino_dir and digest_encoder(dino_dir)}
@@ -263,7 +268,10 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
             "details": {"subject": prompts.subject, "prompts": prompts.of_subject, "notes": notes, "nearest": found},
         }
         names = {name: base_name(folder_of(model), model["model_dir"]) for name, model in plan.models.items()}
-        output.write(REPORT, make_report(evaluation, sets, folder_of(tuned), names, args.command).encode())
+        for each in tuned["loras"]:
+            names["tuned"] += f" + {base_name(find_file(each['location']).parent, each['location'])}"
+        trained = find_file(tuned["loras"][0]["location"]).parent if tuned["loras"] else folder_of(tuned)
+        output.write(REPORT, make_report(evaluation, sets, trained, names, args.command).encode())
         targets.write_json(args.output_dir, RESULT, evaluation, held)
     return evaluation
 

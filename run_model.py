@@ -25,6 +25,7 @@ from common.errors import BadInput
 from common.messages import print_result
 from common.storage import absolute
 from pipelines.drawing import check_model_and_sampler, draw_folder, make_copies
+from pipelines.lora import add_lora_flag, describe
 from pipelines.prompts import read_prompts_file, unique_prompts
 from pipelines.samplers import SAMPLER, add_sampler_flags
 
@@ -38,6 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     checkpoint_help = "checkpoint folder, or its URI, of train.py whose components replace the model's"
     group.add_argument("--checkpoint", help=checkpoint_help)
+    add_lora_flag(group)
     group.add_argument("--no_safety_checker", action="store_true", help="disable the model's safety checker")
 
     group = parser.add_argument_group("images")
@@ -85,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
     """Draw the requested images that are missing."""
     prompts = read_prompts(args)
     model = {name: getattr(args, name) for name in ("model_dir", "checkpoint", "mixed_precision")}
-    model |= {"safety_checker": not args.no_safety_checker, "copies": make_copies(model)}
+    model |= {"safety_checker": not args.no_safety_checker, "copies": make_copies(model), "loras": describe(args.lora)}
     sampler = {name: getattr(args, name) for name in SAMPLER}
     check_model_and_sampler(model, sampler)
     pool = {"batch_size": args.batch_size, "num_workers": args.num_workers, **placement(args)}

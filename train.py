@@ -30,12 +30,12 @@ from pipelines.model_folder import check_model, count_weights
 from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
 from pipelines.upload import add_hub_flags, check_hub_flags
-from training import checkpoints, driver, flags, launch, loop, parallel, resuming, validation
+from training import adapters, checkpoints, driver, flags, launch, loop, parallel, resuming, validation
 from training.inputs import check_inputs
 from training.modules import join_modules, load_modules
 from training.optimizer import make_optimizer
 from training.publishing import dreambooth_card, publish_pipeline
-from training.task import Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
+from training.task import Adapters, Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
 
 # Flags that decide the trained weights: a run continues only with the same values.
 SETTINGS = """
@@ -50,6 +50,9 @@ CACHE_SETTINGS = """
     mixed_precision
 """.split()  # noqa: SIM905
 
+# Flags of a LoRA that decide its weights or files too.
+LORA_SETTINGS = ("lora", "lora_alpha", "lora_dropout", "lora_layers", "rslora", "save_dtype", "merge")
+
 IMAGES_DIRS = ("instance_images_dir", "class_images_dir")
 CARD_IMAGES = 4  # samples on the model card
 
@@ -59,6 +62,7 @@ def parse_args(argv=None):
     parser = cli.make_parser(__doc__)
     _add_data_flags(parser)
     _add_training_flags(parser)
+    flags.add_lora_flags(parser.add_argument_group("LoRA"))
     _add_image_flags(parser)
     group = parser.add_argument_group("checkpoints and logs")
     flags.add_checkpoint_flags(group, 200, keep=False, what="checkpoints and the latent cache")
@@ -69,6 +73,7 @@ def parse_args(argv=None):
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
     flags.check_schedule(parser, args)
+    flags.check_lora(parser, args)
     check_hub_flags(parser, args)
     if args.prior_loss_weight and not (args.class_images_dir and args.class_prompt):
         parser.error("--class_images_dir and --class_prompt are required unless --prior_loss_weight is 0")
@@ -119,14 +124,17 @@ def _add_training_flags(parser):
     group.add_argument("--max_train_pairs", type=cli.positive_int, help=pairs)
     steps = "length of the run in optimizer steps; overrides --num_epochs"
     group.add_argument("--max_train_steps", type=cli.positive_int, help=steps)
-    flags.add_optimizer_flags(group, 5e-6, "constant", 0, ("--lr", "--learning_rate"))
+    flags.add_optimizer_flags(group, None, "constant", 0, ("--lr", "--learning_rate"))
+    rate = "learning rate of the text encoder; default: --lr"
+    group.add_argument("--text_encoder_lr", type=cli.positive_float, help=rate)
     prior = "weight of the prior-preservation loss; 0 trains without class images"
     group.add_argument("--prior_loss_weight", type=cli.non_negative_float, default=1.0, help=prior)
     adam = "keep AdamW's moving averages in 8 bits to save memory; requires bitsandbytes"
     group.add_argument("--use_8bit_adam", action="store_true", help=adam)
     reduce = "data type in which DDP averages gradients between workers"
     group.add_argument("--reduce_dtype", choices=("fp32", "bf16"), default="fp32", help=reduce)
-    flags.add_switch(group, "train_text_encoder", True, "train the text encoder as well as the UNet")
+    text = "train the text encoder as well as the UNet; default: by the model, on for Stable Diffusion"
+    flags.add_switch(group, "train_text_encoder", None, text)
     compiled = "compile the model with torch.compile: minutes at the start, then faster steps"
     group.add_argument("--compile", action="store_true", help=compiled)
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of crops, sample order, noise and timesteps")
@@ -140,8 +148,8 @@ def _add_image_flags(parser):
     group.add_argument("--validation_steps", type=cli.positive_int, help=between)
     count = "number of validation images of each prompt"
     group.add_argument("--num_validation_images", type=cli.positive_int, default=4, help=count)
-    scale = "classifier-free guidance scale of the validation and sample images"
-    group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help=scale)
+    scale = "guidance scale of the validation and sample images; default: by the model, 7.5 for Stable Diffusion"
+    group.add_argument("--guidance_scale", type=cli.non_negative_float, help=scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,6 +178,7 @@ class DreamBooth:
 class TrainTask(Task):
     """What a worker of train.py has to know."""
 
+    adapters: Adapters
     dreambooth: DreamBooth
 
 
@@ -216,7 +225,13 @@ def prepare(task, place, start):
         train_text_encoder=config.train_text_encoder,
         gradient_checkpointing=compute.gradient_checkpointing,
         channels_last=not task.optimization.use_8bit_adam,  # bitsandbytes copies weights to contiguous memory
+        dtype=dtype if task.adapters.lora else None,
     )
+    write = partial(checkpoints.write_state, modules=modules)
+    if task.adapters.lora:
+        adapters.add_adapters(family, modules, task.adapters, task.schedule.seed, start.folder)
+        base = task.output.settings["model"]
+        write = partial(adapters.write_state, modules=modules, settings=task.adapters, base=base)
     optimizer = make_optimizer(task.optimization, task.schedule.max_train_steps, modules, place, dtype, start)
     joined = join_modules(family, modules)
     if config.compile:
@@ -234,7 +249,7 @@ def prepare(task, place, start):
         losses=partial(training_step, model, num_instance=config.train_batch_size, **options),
         dtype=dtype,
         saves=place.rank == 0,
-        write=partial(checkpoints.write_state, modules=modules, optimizer=optimizer.adamw),
+        write=partial(write, optimizer=optimizer.adamw),
         draw=validation.Painter(task, {**frozen, **modules}, place, dtype).draw,
     )
 
@@ -256,7 +271,8 @@ def publish(task, step, device):
         settings={**output.settings, "max_train_steps": step},
     )
     weights = checkpoints.local_checkpoint(output.work_dir, step)
-    publish_pipeline(output, task.images, step, device, weights, [config.instance_prompt] * CARD_IMAGES, card)
+    prompts = [config.instance_prompt] * CARD_IMAGES
+    publish_pipeline(output, task.images, step, device, weights, prompts, card, task.adapters)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,6 +289,9 @@ def read_inputs(args):
     check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
     images_dirs = {name: getattr(args, name) for name in IMAGES_DIRS}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **images_dirs)
+    more = LORA_SETTINGS if args.lora else ()  # older results lack settings that they do not need
+    more = [*more, "text_encoder_lr"] if args.text_encoder_lr else more
+    settings |= {name: getattr(args, name) for name in more}
     images = {name: find_images(folder, f"--{name}") for name, folder in images_dirs.items() if folder}
     digests = {name: folders.digest_files(found.files.values()) for name, found in images.items()}
     settings |= {name: digests.get(name) for name in IMAGES_DIRS}
@@ -292,7 +311,11 @@ def check_needs(args, num_rows):
     family = find_family(args.model_dir)
     sizes, trained = family.sizes(args.model_dir), family.trained(args.train_text_encoder)
     cache = num_rows * (args.resolution // sizes.cell) ** 2 * sizes.channels * 2 * 2  # float16 mean, std
-    resuming.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
+    if args.lora:
+        weights = adapters.count_weights(family, args.model_dir, trained, args.lora, args.lora_layers)
+        resuming.check_disk(args, weights, 3, cache, None if args.merge else weights)
+    else:
+        resuming.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
     check_model(args.model_dir)
 
 
@@ -326,6 +349,7 @@ def train(args, settings, images, steps, num_workers, owner):
         optimization=from_flags(Optimization, args),
         compute=from_flags(Compute, args, num_workers=largest, min_workers=smallest),
         images=from_flags(Images, args),
+        adapters=from_flags(Adapters, args),
         dreambooth=from_flags(DreamBooth, args, **learned, skipped_images=skipped),
     )
     return launch.run_workers(train_loop, task, **cli.placement(args))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # Streams of random numbers: two uses of the same (seed, step, row) draw different numbers.
 INSTANCE_NOISE, CLASS_NOISE, CROP, ORDER, IMAGE, DROPOUT, SHUFFLE, ROW_NOISE, NO_CAPTION, VALIDATION = range(10)
+ADAPTER = 10
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common import cache, folders
 from common.errors import BadInput, CheckFailed, ToolError, TryAgain
 from common.folders import MANIFEST
-from common.storage import is_remote, join
+from common.storage import is_remote, join, split
 from common.stores import PARALLEL, PART, Object, Store, Writer
-from common.uris import Conflict, shown
+from common.uris import Conflict, parse, shown
 
 if TYPE_CHECKING:
     from common.leases import Borrowed, Lease
@@ -172,8 +172,9 @@ def local_copy(location: str | Path) -> Path:
 
     A path is returned as it is. A URI's objects are downloaded into the cache (common.cache) once for all processes of
     the node: a published folder's are named by its manifest and must match it, a plain folder's are those that the
-    store lists, without hidden ones. Do not write to it. Raises BadInput if there is nothing at the URI, CheckFailed
-    if an object does not match the manifest, TryAgain if the folder is incomplete or changes while it is read.
+    store lists, without hidden ones. Of the URI of a single object the copy's path is returned. Do not write to it.
+    Raises BadInput if there is nothing at the URI, CheckFailed if an object does not match the manifest, TryAgain if
+    the folder is incomplete or changes while it is read.
     """
     if not is_remote(location):
         return Path(location)
@@ -225,10 +226,26 @@ def _local_copy(store: Store) -> Path:
         raise TryAgain(f"{store.uri} is incomplete: wait until its publishing ends, or run it again if it was stopped")
     objects = {name: found for name, found in store.list().items() if name[0] != "."}
     if not objects:
-        raise BadInput(f"{store.uri} does not exist or is empty: check the URI")
+        return _copy_of_object(store.uri)
     key = folders.digest_named((name, f"{each.size} {each.tag['e_tag']}") for name, each in objects.items())
     size = sum(each.size for each in objects.values())
     return cache.get(key, size, functools.partial(_fill_plain, store, objects), store.uri)
+
+
+def _copy_of_object(uri: str) -> Path:
+    """Return the file of a single object; raise BadInput if there is none."""
+    folder, name = split(uri)
+    store = Store(folder) if parse(uri).path and name else None
+    found = store.head(name) if store else None
+    if store is None or found is None:
+        raise BadInput(f"{uri} does not exist or is empty: check the URI")
+
+    def fill(folder: Path) -> None:
+        if _download(store, {name: found}, folder):
+            raise TryAgain(f"{uri} changed while it was read: run the same command again")
+
+    key = folders.digest_named([(name, f"{found.size} {found.tag['e_tag']}")])
+    return cache.get(key, found.size, fill, uri) / name
 
 
 def _fill_published(store: Store, files: Facts, data: bytes, folder: Path) -> None:

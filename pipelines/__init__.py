@@ -7,6 +7,7 @@ conditions    prompts as fields of a batch, and the denoiser's condition from th
 objectives    what a denoiser learns: a diffusion or a flow
 model_folder  file checks, weight variants, copies and digests of a model folder
 loading       load models and pipelines, encode and draw with them
+lora          files of LoRAs: read, checked, fused, written for Diffusers and web UIs
 samplers      sampler flags and the scheduler that a pipeline draws with
 prompts       files of prompts, subject identifiers
 image_folder  file names and metadata.jsonl of generated images

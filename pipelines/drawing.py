@@ -20,10 +20,10 @@ from common.no_gc import no_gc
 from common.objects import local_copy, same_copy
 from common.storage import absolute, is_remote, split
 from common.targets import Files, Held, check_writable, join_name, lock
-from pipelines import loading
+from pipelines import loading, lora
 from pipelines.configs import check_resolution, components, model_resolution
 from pipelines.image_folder import read_metadata, wanted_images, whole_images, write_metadata
-from pipelines.model_folder import check_component, check_model, check_pipeline
+from pipelines.model_folder import LORA_FILE, check_component, check_model, check_pipeline
 from pipelines.samplers import SAMPLER
 from pipelines.tokens import say_what_is_cut
 from utils import image_seed
@@ -81,6 +81,7 @@ class ImageDrawer:
         with no_gc():
             pipeline = loading.load_pipeline(model_dir, dtype, checkpoint, model["safety_checker"])
         self.pipeline = pipeline.to(self.device)
+        lora.fuse_all(model.get("loras", ()), model_dir, self.pipeline)
         self.model = model
 
     def _draw(self, records, attempt):
@@ -149,8 +150,11 @@ def check_model_and_sampler(model: dict[str, Any], sampler: dict[str, Any]) -> N
     replaced = [name for name in components(index) if folder and (Path(folder) / name).is_dir()]
     for name in replaced:
         check_component(Path(str(folder)), name, index[name][1], "--checkpoint")
-    if folder and not replaced:
+    if folder and Path(folder, LORA_FILE).is_file():
+        lora.read(Path(folder, LORA_FILE), model_dir)
+    elif folder and not replaced:
         raise BadInput(f"--checkpoint {folder} contains no component of the model: pass a checkpoint-... folder")
+    lora.check(model.get("loras", ()), model_dir)
 
 
 @dataclass
@@ -199,7 +203,8 @@ def draw_folders(
 
     Returns (number of images drawn, {file name: record} of all wanted images) for each folder.
     jobs: (output_dir, prompts, count, model) for `count` images per prompt; output folders must differ.
-    model: model_dir, checkpoint (or None), mixed_precision, safety_checker; optionally copies, as of make_copies.
+    model: model_dir, checkpoint (or None), mixed_precision, safety_checker; optionally copies, as of make_copies, and
+    loras, as of lora.describe.
     sampler: the settings in SAMPLER, checked by `check_model_and_sampler`.
     pool: batch_size, and the keyword arguments of map_on_actors.
     Folders are given by path or URI. All are checked and locked before the first image is drawn.

@@ -42,7 +42,8 @@ class Family:
 
     pipeline: the class in Diffusers. trainable: the text encoders that can be trained. tokens: the length of a prompt
     where the pipeline limits it, not the tokenizer. lora: {layers: names of the denoiser's modules that get an
-    adapter}. guidance_scale, num_inference_steps: defaults.
+    adapter}. webui: {component: prefix of its modules in LoRA files of web UIs}, empty where these read the names of
+    Diffusers. lr, lora_lr, trains_text_encoders, guidance_scale, num_inference_steps: defaults.
     """
 
     name: str
@@ -52,6 +53,10 @@ class Family:
     trainable: tuple[str, ...]
     tokens: ClassVar[dict[str, int]] = {}
     lora: ClassVar[dict[str, tuple[str, ...]]]
+    webui: ClassVar[dict[str, str]] = {}
+    lr: float = 1e-6
+    lora_lr: float = 1e-4
+    trains_text_encoders: bool = False
     guidance_scale: float
     num_inference_steps: int
 
@@ -70,6 +75,15 @@ class Family:
     def trained(self, train_text_encoders: bool) -> tuple[str, ...]:
         """Return the components that are trained: the denoiser and, where it is asked for, text encoders."""
         return (self.denoiser, *(self.trainable if train_text_encoders else ()))
+
+    def adapted(self, component: str, modules: Iterable[str], layers: str) -> list[str]:
+        """Return the modules of a component that get an adapter, sorted; layers: a key of `lora`."""
+        ends = CLIP_LORA if component in self.encoders else self.lora[layers]
+        return sorted(name for name in modules if f".{name}".endswith(tuple(f".{end}" for end in ends)))
+
+    def webui_facts(self, model_dir: str | Path) -> dict[str, str]:
+        """Return the metadata by which web UIs tell for which kind of model a LoRA file is."""
+        return {}
 
     def tokenize(self, model_dir: str | Path, prompts: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the token ids that each text encoder reads: {encoder: [n, L] int64}."""
@@ -144,8 +158,16 @@ class SD(Family):
     denoiser = "unet"
     encoders = trainable = ("text_encoder",)
     lora: ClassVar = {"attention": UNET_LORA, "all": UNET_LORA_ALL}
+    webui: ClassVar = {"unet": "lora_unet", "text_encoder": "lora_te"}
+    lr = 5e-6
+    trains_text_encoders = True
     guidance_scale = 7.5
     num_inference_steps = 50
+
+    def webui_facts(self, model_dir):
+        is_v2 = read_config(model_dir, "unet")["cross_attention_dim"] == 1024
+        kind = {"modelspec.architecture": f"stable-diffusion-v{2 if is_v2 else 1}/lora"}
+        return kind | ({"ss_v2": "True"} if is_v2 else {})
 
     def read(self, name, encoder, ids):
         return {"hidden": encoder(ids)[0]}
@@ -165,8 +187,12 @@ class SDXL(Family):
     denoiser = "unet"
     encoders = trainable = ("text_encoder", "text_encoder_2")
     lora: ClassVar = {"attention": UNET_LORA, "all": UNET_LORA_ALL}
+    webui: ClassVar = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
     guidance_scale = 5.0
     num_inference_steps = 50
+
+    def webui_facts(self, model_dir):
+        return {"ss_base_model_version": "sdxl_base_v1-0", "modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}
 
     def read(self, name, encoder, ids):
         output = encoder(ids, output_hidden_states=True)

@@ -34,6 +34,7 @@ def wanted_images(
     model: as in drawing.draw_folders, with folders on this node's disk.
     """
     digest = digest_model(model["model_dir"]) + (digest_model(model["checkpoint"]) if model["checkpoint"] else "")
+    digest += "".join(f"+{each['scale']:g}*{each['sha256']}" for each in model.get("loras", ()))
     settings = {
         "model": digest,
         "base_seed": seed,

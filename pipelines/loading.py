@@ -6,6 +6,7 @@ torch and diffusers are imported inside the functions, so that a script's checks
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import BadInput, CheckFailed
 from common.messages import say
+from pipelines import lora
 from pipelines.configs import components, read_index
-from pipelines.model_folder import weights_variant
+from pipelines.model_folder import LORA_FILE, weights_variant
 from pipelines.samplers import use_sampler
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ def set_up_torch(device_type: str, num_threads: int | None = None, mixed_precisi
     import torch
     import transformers
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is installed
     if num_threads:
         torch.set_num_threads(num_threads)
     if device_type == "cuda":
@@ -117,7 +120,7 @@ def load_pipeline(
 ) -> Any:
     """Return the Diffusers pipeline of a model folder, weights in `dtype`, checked as by `load_models`.
 
-    checkpoint: a folder whose components replace the model's own.
+    checkpoint: a folder whose components replace the model's own, or whose LoRA is fused with them.
     modules: {name: module} of components in memory, used as they are.
     """
     from diffusers import DiffusionPipeline
@@ -142,6 +145,8 @@ def load_pipeline(
         **replaced,
     )
     pipeline.set_progress_bar_config(disable=True)
+    if checkpoint is not None and Path(checkpoint, LORA_FILE).is_file():
+        lora.fuse(lora.read(Path(checkpoint, LORA_FILE), model_dir), pipeline.components)
     return pipeline
 
 

@@ -18,6 +18,7 @@ from pipelines.configs import components, read_config, read_index, read_json_fil
 from pipelines.tokens import WITHOUT_VOCABULARY, check_vocabulary, find_vocabulary, read_vocab_size
 
 TRAINING_LOG = "training_log.jsonl"  # written to a model folder by training
+LORA_FILE = "pytorch_lora_weights.safetensors"  # Diffusers' name; a checkpoint of train.py --lora has it too
 VALIDATION_STRIP = "validation/strip.png"  # the same, and in the work folder
 CONFIGURATION = {".json", ".txt", ".model"}  # suffixes of configuration and vocabulary files
 MODEL_FILES = CONFIGURATION | {".safetensors"}
@@ -205,7 +206,7 @@ def digest_model(model_dir: str | Path) -> str:
     Files whose SHA-256 is in a manifest or in the Hub's cache are not read; `check_model` compares them.
     """
     known = _known_sha256(model_dir)
-    index = [(path.name, known.get(path) or folders.sha256_file(path)) for path in _index_file(model_dir)]
+    index = [(path.name, known.get(path) or folders.sha256_file(path)) for path in _own_files(model_dir)]
     return folders.digest_named([*index, *_digests(model_dir, _part_names(model_dir), known)])
 
 
@@ -221,13 +222,15 @@ def check_model(model_dir: str | Path) -> None:
             raise CheckFailed(f"{path} is damaged, its SHA-256 is not {known[path][:12]}...: fetch or create it again")
 
 
-def _index_file(model_dir: str | Path) -> list[Path]:
-    return list(Path(model_dir).glob("model_index.json"))  # a checkpoint has none
+def _own_files(model_dir: str | Path) -> list[Path]:
+    """Return the index of a model folder, or the LoRA of a checkpoint, which has no index and perhaps a LoRA."""
+    found = [Path(model_dir, name) for name in ("model_index.json", LORA_FILE)]
+    return [path for path in found if path.is_file()][:1]
 
 
 def _part_names(model_dir: str | Path) -> list[str]:
     """Return the components of a model folder: those in its index, or all folders of a checkpoint."""
-    if _index_file(model_dir):
+    if Path(model_dir, "model_index.json").is_file():
         return list(components(read_index(model_dir)))
     return [path.name for path in Path(model_dir).iterdir() if path.is_dir() and path.name[0] != "."]
 
@@ -235,7 +238,7 @@ def _part_names(model_dir: str | Path) -> list[str]:
 def _model_files(model_dir: str | Path) -> list[Path]:
     parts = _part_names(model_dir)
     return [
-        *_index_file(model_dir),
+        *_own_files(model_dir),
         *(path for part in parts for path in component_files(Path(model_dir, part)).values()),
     ]
 

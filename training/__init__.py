@@ -8,5 +8,6 @@ flags        command-line flags of both scripts       logs         log.jsonl and
 workers      a worker's place among the others        validation   validation images
 loop         the training loop                        publishing   the published pipeline and its model card
 modules      the modules to train, loaded             inputs       checks of flags and folders
+adapters     the adapters of a LoRA: added, saved, published
 work_folder  log and images of a run, on a disk or copied to a store
 """

@@ -190,6 +190,13 @@ def write_state(
     """
     for name, module in modules.items():
         write_module(Path(folder) / name, module, place)
+    write_optimizer(folder, modules, optimizer, place)
+
+
+def write_optimizer(
+    folder: str | Path, modules: dict[str, Any], optimizer: torch.optim.Optimizer, place: Place | None = None
+) -> None:
+    """Write the optimizer state of the trainable weights of {"unet": module, ...}."""
     import torch
 
     tensors = {}

@@ -7,16 +7,21 @@ from common import cli
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 
 
-def add_switch(group: argparse._ArgumentGroup, name: str, default: bool, help_text: str) -> None:
+def add_switch(group: argparse._ArgumentGroup, name: str, default: bool | None, help_text: str) -> None:
     """Add --NAME and --no-NAME."""
     group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=help_text)
 
 
 def add_optimizer_flags(
-    group: argparse._ArgumentGroup, lr: float, lr_scheduler: str, lr_warmup_steps: int, lr_names: tuple[str, ...]
+    group: argparse._ArgumentGroup, lr: float | None, lr_scheduler: str, lr_warmup_steps: int, lr_names: tuple[str, ...]
 ) -> None:
-    """Add the flags of task.Optimization but for --use_8bit_adam, and those of the loss and of memory."""
-    group.add_argument(*lr_names, type=cli.positive_float, default=lr, help="learning rate")
+    """Add the flags of task.Optimization that both scripts have, and those of the loss and of memory.
+
+    lr: None for that of the model's family.
+    """
+    rate = "learning rate"
+    rate += "" if lr else "; default: by the model, 5e-6 for Stable Diffusion, 1e-4 with --lora"
+    group.add_argument(*lr_names, type=cli.positive_float, default=lr, help=rate)
     group.add_argument("--lr_scheduler", choices=SCHEDULES, default=lr_scheduler, help="learning-rate schedule")
     warmup = "steps over which the learning rate rises linearly from 0"
     group.add_argument("--lr_warmup_steps", type=cli.non_negative_int, default=lr_warmup_steps, help=warmup)
@@ -27,6 +32,33 @@ def add_optimizer_flags(
     group.add_argument("--snr_gamma", type=cli.positive_float, help=snr)
     checkpointing = "recompute activations in the backward pass: less memory, about a third more time per step"
     group.add_argument("--gradient_checkpointing", action="store_true", help=checkpointing)
+
+
+def add_lora_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of task.Adapters."""
+    rank = "train a LoRA of this rank, usually 4 to 64, in place of all weights: a file of some megabytes"
+    group.add_argument("--lora", "--rank", type=cli.positive_int, metavar="RANK", help=rank)
+    alpha = "strength of the LoRA, which is scaled by alpha / RANK; default: RANK"
+    group.add_argument("--lora_alpha", type=cli.positive_float, help=alpha)
+    dropout = "share of the inputs of the LoRA that are dropped in training"
+    group.add_argument("--lora_dropout", type=cli.fraction, default=0.0, help=dropout)
+    layers = "layers of the denoiser that get a LoRA: those of attention, or the feed-forward layers too"
+    group.add_argument("--lora_layers", choices=("attention", "all"), default="attention", help=layers)
+    group.add_argument("--rslora", action="store_true", help="scale by alpha / sqrt(RANK): arXiv 2312.03732")
+    kind = "data type of the weights in the files"
+    group.add_argument("--save_dtype", choices=("fp16", "bf16", "fp32"), default="fp16", help=kind)
+    group.add_argument("--merge", action="store_true", help="write the whole pipeline to --output_dir too")
+
+
+def check_lora(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a usage error if a flag of a LoRA is given without --lora; set --lora_alpha to the rank if needed."""
+    if args.lora:
+        args.lora_alpha = args.lora_alpha or float(args.lora)
+        return
+    names = ("lora_alpha", "lora_dropout", "lora_layers", "rslora", "save_dtype", "merge")
+    given = [name for name in names if getattr(args, name) != parser.get_default(name)]
+    if given:
+        parser.error(f"--{given[0]} has no effect without --lora")
 
 
 def add_checkpoint_flags(group: argparse._ArgumentGroup, checkpointing_steps: int, keep: bool, what: str) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import cli, targets
+from common.errors import BadInput
 from pipelines.configs import check_resolution
-from pipelines.families import find_family
+from pipelines.families import Family, Sizes, find_family
 from pipelines.model_folder import check_pipeline, digest_model
 
 PIPELINES = ("StableDiffusionPipeline",)  # classes of the models that can be trained
@@ -17,16 +18,34 @@ def check_inputs(
 ) -> dict[str, Any]:
     """Check the model, the resolution, the prompts and the folders; return the settings that decide the weights.
 
-    Without --resolution, sets it to the model's own. settings: names of flags; the digest of the model is added.
+    Flags that are None are set to the defaults of the model. settings: names of flags; the model's digest is added.
     prompts: the flag of the prompts to draw. inputs: folders by flag that --output_dir must not replace.
     """
     check_pipeline(args.model_dir)
-    sizes = find_family(args.model_dir, PIPELINES).sizes(args.model_dir)
-    args.resolution = args.resolution or sizes.resolution
+    family = find_family(args.model_dir, PIPELINES)
+    sizes = family.sizes(args.model_dir)
+    use_defaults(args, family, sizes)
     check_resolution(args.model_dir, "--resolution", args.resolution, sizes.multiple)
     for prompt in getattr(args, prompts):
         cli.check_text(f"--{prompts}", prompt)
+    if getattr(args, "train_text_encoder", False) and not family.trainable:
+        raise BadInput(f"--train_text_encoder: the text encoders of {args.model_dir} cannot be trained: leave it out")
+    if getattr(args, "text_encoder_lr", None) and not args.train_text_encoder:
+        raise BadInput("--text_encoder_lr has no effect without --train_text_encoder: leave it out")
     targets.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_location, **inputs)
     for name in ("output_dir", "work_dir"):
         targets.check_writable(getattr(args, name), f"--{name}")
     return {name: getattr(args, name) for name in settings} | {"model": digest_model(args.model_dir)}
+
+
+def use_defaults(args: argparse.Namespace, family: Family, sizes: Sizes) -> None:
+    """Set the flags that a script has and that are None to the defaults of a family."""
+    defaults = {
+        "resolution": sizes.resolution,
+        "lr": family.lora_lr if getattr(args, "lora", None) else family.lr,
+        "guidance_scale": family.guidance_scale,
+        "train_text_encoder": family.trains_text_encoders,
+    }
+    for name, value in defaults.items():
+        if getattr(args, name, value) is None:
+            setattr(args, name, value)

@@ -23,16 +23,23 @@ def load_modules(
     train_text_encoder: bool,
     gradient_checkpointing: bool,
     channels_last: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ({name: module to train}, {name: frozen text encoder}), from checkpoint `folder` if there is one."""
+    """Return ({name: module to train}, {name: frozen text encoder}), from checkpoint `folder` if there is one.
+
+    dtype: of the weights of the modules to train, float32 by default.
+    """
     import torch
 
-    modules = loading.load_models(model_dir, (*family.encoders, family.denoiser), torch.float32, folder)
+    trained = family.trained(train_text_encoder)
+    names = [name for name in family.encoders if name not in trained]
+    frozen = loading.load_models(model_dir, names, torch.float32)
+    frozen = {name: module.to(device).eval() for name, module in frozen.items()}
+    names = [name for name in (*family.encoders, family.denoiser) if name in trained]
+    modules = loading.load_models(model_dir, names, dtype or torch.float32, folder)
     modules = {name: module.to(device).train() for name, module in modules.items()}
     if channels_last:
         modules[family.denoiser].to(memory_format=torch.channels_last)
-    trained = family.trained(train_text_encoder)
-    frozen = {name: modules.pop(name).eval() for name in family.encoders if name not in trained}
     for module in modules.values():
         module.requires_grad_(True)
         if gradient_checkpointing:

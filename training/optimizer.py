@@ -20,17 +20,16 @@ MAX_BAD_STEPS_FP16 = 25  # in fp16, which skips steps while it looks for a loss 
 
 
 class Optimizer:
-    """AdamW over one list of parameters, which gradient clipping and the loss scale of fp16 use too.
+    """AdamW over groups of parameters; gradient clipping and the loss scale of fp16 use all of them.
 
-    parameters: kept as a list, because a generator would be empty by the time gradients are clipped.
+    groups: [(parameters, learning rate)]; the first rate is the one that `lr` tells.
     schedule: name of Diffusers' learning-rate schedule, warm-up steps, all steps.
     use_8bit: keep the moving averages in 8 bits with bitsandbytes (arXiv 2110.02861).
     """
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
-        lr: float,
+        groups: Iterable[tuple[Iterable[torch.nn.Parameter], float]],
         weight_decay: float,
         max_grad_norm: float,
         fp16: bool,
@@ -41,17 +40,18 @@ class Optimizer:
         import torch
         from diffusers.optimization import get_scheduler
 
-        self.parameters = list(parameters)
+        self.groups = [(list(parameters), lr) for parameters, lr in groups]
+        self.parameters = [parameter for parameters, _ in self.groups for parameter in parameters]
+        asked = [{"params": parameters, "lr": lr} for parameters, lr in self.groups]
         self.adamw: Any
         if use_8bit:
             from bitsandbytes.optim import AdamW8bit
 
-            self.adamw = AdamW8bit(self.parameters, lr=lr, weight_decay=weight_decay)
+            self.adamw = AdamW8bit(asked, weight_decay=weight_decay)
         else:
-            self.adamw = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=weight_decay, fused=True)
+            self.adamw = torch.optim.AdamW(asked, weight_decay=weight_decay, fused=True)
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
         name, num_warmup_steps, num_training_steps = schedule
-        self.base_lr = lr
         steps = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
         self.lr_factor = get_scheduler(name, self.adamw, **steps).lr_lambdas[0]
         self.max_grad_norm = max_grad_norm
@@ -62,7 +62,7 @@ class Optimizer:
 
     def lr(self, step: int) -> float:
         """Return the learning rate of the step that follows `step` steps."""
-        return self.base_lr * self.lr_factor(step)
+        return self.groups[0][1] * self.lr_factor(step)
 
     def step(self, step: int) -> torch.Tensor:
         """Clip and apply the gradients and return their norm before clipping; skip the step if it is not finite.
@@ -72,8 +72,8 @@ class Optimizer:
         """
         import torch
 
-        for group in self.adamw.param_groups:
-            group["lr"] = self.lr(step)
+        for group, (_, lr) in zip(self.adamw.param_groups, self.groups, strict=True):
+            group["lr"] = lr * self.lr_factor(step)
         self.scaler.unscale_(self.adamw)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         grad_norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
@@ -98,6 +98,16 @@ class Optimizer:
         return bad_steps == 0
 
 
+def _groups(settings: Optimization, modules: dict[str, Any]) -> list[tuple[list[torch.nn.Parameter], float]]:
+    """Return all trainable weights as one group or, with a text_encoder_lr, those of the text encoders as a second."""
+    named = list(checkpoints.named_parameters(modules))
+    if settings.text_encoder_lr is None:
+        return [([parameter for _, parameter in named], settings.lr)]
+    of_text = [parameter for name, parameter in named if name.startswith("text_encoder")]
+    others = [parameter for name, parameter in named if not name.startswith("text_encoder")]
+    return [(others, settings.lr), (of_text, settings.text_encoder_lr)]
+
+
 def make_optimizer(
     settings: Optimization,
     max_train_steps: int,
@@ -110,8 +120,7 @@ def make_optimizer(
     import torch
 
     optimizer = Optimizer(
-        [parameter for _, parameter in checkpoints.named_parameters(modules)],
-        lr=settings.lr,
+        _groups(settings, modules),
         weight_decay=settings.adam_weight_decay,
         max_grad_norm=settings.max_grad_norm,
         fp16=dtype == torch.float16,

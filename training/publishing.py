@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from common import targets
 from common.errors import one_line
-from pipelines import loading
+from pipelines import loading, lora
 from pipelines.configs import base_license, base_name, base_revision, components, read_index
 from pipelines.families import find_family
-from pipelines.model_folder import TRAINING_LOG, copy_component
-from training import validation
+from pipelines.model_folder import LORA_FILE, TRAINING_LOG, copy_component
+from training import adapters, validation
 from training.checkpoints import write_module
-from training.task import Images, Output
+from training.task import ALL_WEIGHTS, Adapters, Images, Output
 from training.work_folder import LOG, scratch
 from utils import image_seed
 
@@ -32,23 +32,22 @@ def publish_pipeline(
     weights: Path,
     prompts: list[str],
     card: Callable[[list[Path]], str],
+    settings: Adapters = ALL_WEIGHTS,
 ) -> None:
-    """Publish the base pipeline with the modules in `weights` as --output_dir, with a model card and sample images.
+    """Publish what was trained as --output_dir, with a model card and sample images: a pipeline, or a LoRA.
 
-    The other components are copied byte for byte, so that libraries which read the base model read them too.
     weights: the folder of a checkpoint. prompts: one for each sample. card(samples): returns the model card.
+    settings: of a LoRA, if that was trained.
     """
     import torch
 
-    base = Path(output.model_dir)
     pipeline = loading.load_pipeline(output.model_dir, torch.float32, weights)
     with targets.staging(output.output_dir) as beside:
-        shutil.copyfile(base / "model_index.json", beside / "model_index.json")
-        for name in components(read_index(base)):
-            if Path(weights, name).is_dir():
-                write_module(beside / name, getattr(pipeline, name))
-            else:
-                copy_component(base / name, beside / name)
+        if settings.lora:
+            base = output.settings["model"]
+            adapters.write_result(weights, beside, base_name(output.output_dir), settings, output.model_dir, base)
+        if settings.merge or not settings.lora:
+            write_pipeline(pipeline, output.model_dir, beside, trained_parts(weights, output.model_dir))
         pipeline.to(device)
         draw_samples(pipeline, beside / "samples", prompts, images)
         shutil.copy(scratch(output.work_dir) / LOG, beside / TRAINING_LOG)
@@ -56,6 +55,26 @@ def publish_pipeline(
         text += validation.copy_to_card(images.validation_prompts, output.work_dir, beside)
         (beside / "README.md").write_text(text, encoding="utf-8")
         targets.publish(beside, output.output_dir, output.held, step=step, settings=output.settings)
+
+
+def trained_parts(weights: Path, model_dir: str) -> set[str]:
+    """Return the components of a model that a checkpoint replaces, or whose weights its LoRA changes."""
+    if Path(weights, LORA_FILE).is_file():
+        return set(lora.read(weights / LORA_FILE, model_dir))
+    return {path.name for path in weights.iterdir() if path.is_dir()}
+
+
+def write_pipeline(pipeline: Any, model_dir: str, folder: Path, trained: set[str]) -> None:
+    """Write the trained components of a pipeline to a model folder.
+
+    The others are copied from the base model byte for byte, so that libraries which read it read them too.
+    """
+    shutil.copyfile(Path(model_dir, "model_index.json"), folder / "model_index.json")
+    for name in components(read_index(model_dir)):
+        if name in trained:
+            write_module(folder / name, getattr(pipeline, name))
+        else:
+            copy_component(Path(model_dir, name), folder / name)
 
 
 def draw_samples(pipeline: Any, folder: Path, prompts: list[str], images: Images) -> None:
@@ -84,16 +103,23 @@ def _pictures(samples: list[Path]) -> str:
     return " ".join(f"![{path.stem}](samples/{path.name})" for path in samples)
 
 
-def _usage(prompt: str) -> str:
-    """Return how to draw with the model; the data type is given because components may be stored in several."""
+def _usage(prompt: str, base: str | None = None) -> str:
+    """Return how to draw with the model; the data type is given because components may be stored in several.
+
+    base: of a LoRA, the name or folder of the model that it was trained on.
+    """
+    place = '"path/to/this/folder"  # or, if this page is on the Hugging Face Hub, its ORGANISATION/NAME'
+    name = json.dumps(base) if base else "model"
+    load = f"pipeline = DiffusionPipeline.from_pretrained({name}, torch_dtype=torch.float32)"
+    load += "\npipeline.load_lora_weights(model)" if base else ""
     return f"""## Use
 
 ```python
 import torch
 from diffusers import DiffusionPipeline
 
-model = "path/to/this/folder"  # or, if this page is on the Hugging Face Hub, its ORGANISATION/NAME
-pipeline = DiffusionPipeline.from_pretrained(model, torch_dtype=torch.float32)
+model = {place}
+{load}
 image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]
 ```"""
 
@@ -101,10 +127,14 @@ image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]
 def dreambooth_card(
     samples: list[Path], model_dir: str, instance_prompt: str, skipped_images: list[str], settings: dict[str, Any]
 ) -> str:
-    """Return the model card of a pipeline that train.py tuned; skipped_images: names of photos that were left out."""
-    base, licence = base_name(model_dir), base_license(model_dir)
+    """Return the model card of what train.py tuned; skipped_images: names of photos that were left out."""
+    base, licence, rank = base_name(model_dir), base_license(model_dir), settings.get("lora")
+    tags = ["dreambooth", *(["lora"] if rank else []), find_family(model_dir).name, "text-to-image"]
     # The Hub takes the value for a name on the Hub and refuses cards where it cannot be one.
     base_model = f"base_model: {json.dumps(base)}\n" if base_revision(model_dir) else ""
+    loaded = base if base_model else f"path/to/{base}"
+    base_model += "base_model_relation: adapter\n" if base_model and rank else ""
+    made = f"A LoRA of rank {rank} of `{base}`, trained" if rank else f"`{base}`, fine-tuned"
     left_out = ""
     if skipped_images:
         left_out = f"\nImages left out, as they could not be read: {one_line(', '.join(skipped_images))}.\n"
@@ -114,19 +144,19 @@ def dreambooth_card(
 library_name: diffusers
 license: {licence}
 pipeline_tag: text-to-image
-tags: [dreambooth, {find_family(model_dir).name}, text-to-image]
+tags: [{", ".join(tags)}]
 ---
 
 # {prompt}
 
-`{base}`, fine-tuned on one subject with DreamBooth (arXiv 2208.12242). Name the subject in prompts as in training:
+{made} on one subject with DreamBooth (arXiv 2208.12242). Name the subject in prompts as in training:
 `{prompt}`.
 
 {_pictures(samples)}
 
 Licence: that of the base model ({licence}); the photos belong to their owner.
 {left_out}
-{_usage(one_line(instance_prompt))}
+{_usage(one_line(instance_prompt), loaded if rank else None)}
 
 {_table(settings)}
 """

@@ -77,14 +77,17 @@ def recorded_workers(work_dir: str | Path) -> int | tuple[int, int] | None:
     return tuple(recorded) if isinstance(recorded, list) else recorded
 
 
-def check_disk(args: argparse.Namespace, trained_weights: int, copies: int, cache: int = 0) -> None:
+def check_disk(
+    args: argparse.Namespace, trained_weights: int, copies: int, cache: int = 0, published_weights: int | None = None
+) -> None:
     """Raise OutOfResource unless the checkpoints, the cache [bytes] and the result fit on their disks.
 
+    published_weights: by default those of the model.
     copies: numbers in a checkpoint per trained weight: the weight, Adam's two averages and perhaps the moving average.
     """
     left = max(0, args.checkpoints_total_limit + 1 - len(list_checkpoints(args.work_dir)))
     checkpoints = left * 4 * copies * trained_weights
-    result = 4 * count_weights(args.model_dir)
+    result = 4 * (count_weights(args.model_dir) if published_weights is None else published_weights)
     needs: list[tuple[str, str | Path, float]] = [
         ("--work_dir", args.work_dir, checkpoints + cache),
         ("--output_dir", args.output_dir, result),

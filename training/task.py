@@ -44,7 +44,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Optimization:
-    """The arguments of the optimizer and of its learning-rate schedule."""
+    """The arguments of the optimizer and of its learning-rate schedule; text_encoder_lr: if it differs from `lr`."""
 
     lr: float
     lr_scheduler: str
@@ -52,6 +52,27 @@ class Optimization:
     adam_weight_decay: float
     max_grad_norm: float
     use_8bit_adam: bool = False
+    text_encoder_lr: float | None = None
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The low-rank adapters that are trained in place of all weights (arXiv 2106.09685), by the flags of train.py.
+
+    lora: their rank, None to train all weights. rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732). save_dtype: of
+    the published file. merge: whether the whole pipeline is published too.
+    """
+
+    lora: int | None = None
+    lora_alpha: float | None = None
+    lora_dropout: float = 0.0
+    lora_layers: str = "attention"
+    rslora: bool = False
+    save_dtype: str = "fp16"
+    merge: bool = False
+
+
+ALL_WEIGHTS = Adapters()  # no LoRA
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def train(clip, tokenizer, batches, args, work_dir):
         clip = type(clip).from_pretrained(folder / "clip")
     clip.train()
     schedule = ("cosine", 50, args.max_train_steps)
-    optimizer = Optimizer(clip.parameters(), args.lr, 0.05, 1.0, False, torch.device("cpu"), schedule)
+    optimizer = Optimizer([(clip.parameters(), args.lr)], 0.05, 1.0, False, torch.device("cpu"), schedule)
     if folder:
         checkpoints.restore_optimizer(folder, {"clip": clip}, optimizer.adamw)
     write = partial(checkpoints.write_state, modules={"clip": clip}, optimizer=optimizer.adamw)

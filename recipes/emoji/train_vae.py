@@ -135,7 +135,7 @@ def main(args):
         vae = type(vae).from_pretrained(folder / "vae").to(memory_format=torch.channels_last)
     vae.train()
     schedule = ("cosine", 100, args.max_train_steps)
-    optimizer = Optimizer(vae.parameters(), args.lr, 1e-4, 1.0, False, torch.device("cpu"), schedule)
+    optimizer = Optimizer([(vae.parameters(), args.lr)], 1e-4, 1.0, False, torch.device("cpu"), schedule)
     if folder:
         checkpoints.restore_optimizer(folder, {"vae": vae}, optimizer.adamw)
     write = partial(checkpoints.write_state, modules={"vae": vae}, optimizer=optimizer.adamw)

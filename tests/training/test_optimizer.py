@@ -12,7 +12,8 @@ from training.task import Optimization
 
 def make_optimizer(parameters, **options):
     options = {"lr": 0.1, "weight_decay": 0.0, "max_grad_norm": 1.0, "fp16": False, **options}
-    return Optimizer(parameters, device=torch.device("cpu"), schedule=("constant", 0, 10), **options)
+    groups = [(parameters, options.pop("lr"))]
+    return Optimizer(groups, device=torch.device("cpu"), schedule=("constant", 0, 10), **options)
 
 
 def test_clipping_clips_even_what_came_as_a_generator():
@@ -117,5 +118,5 @@ def test_a_run_in_bf16_goes_on_in_fp16(monkeypatch):
 
 def test_learning_rate_is_a_function_of_the_step():
     weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = Optimizer([weight], 1.0, 0.0, 1.0, False, torch.device("cpu"), ("linear", 2, 6))
+    optimizer = Optimizer([([weight], 1.0)], 0.0, 1.0, False, torch.device("cpu"), ("linear", 2, 6))
     assert [optimizer.lr(step) for step in range(6)] == pytest.approx([0, 0.5, 1, 0.75, 0.5, 0.25])

@@ -1,0 +1,268 @@
+"""LoRA (arXiv 2106.09685): a low-rank change of a model's weights, in files that other programs read too.
+
+In memory a LoRA is {component: {module: (down, up)}}: the weight W of the module becomes W + scale * up @ down. What a
+file says of alpha and rank is in `up` already. Modules of text encoders are named without the prefix `text_model.`,
+which transformers 5 drops from some of them; files have it, as ComfyUI and AUTOMATIC1111 know no other name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common import folders
+from common.errors import BadInput, CheckFailed, TryAgain
+from common.messages import say
+from common.objects import local_copy
+from common.storage import absolute
+from pipelines.configs import components, read_index
+from pipelines.families import FAMILIES
+from pipelines.model_folder import LORA_FILE, component_files, digest_model
+
+if TYPE_CHECKING:
+    import torch
+
+    Lora = dict[str, dict[str, tuple[torch.Tensor, torch.Tensor]]]
+
+FACTS = "lora_adapter_metadata"  # in the file's metadata: rank and alpha of each component, as JSON, by Diffusers
+BASE = "base_sha256"  # in the file's metadata: digest of the model that was trained
+TEXT_MODEL = "text_model."
+PARTS = {  # ends of names in files: of peft and Diffusers, older Diffusers, kohya
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora.down.weight": "down",
+    ".lora.up.weight": "up",
+    ".lora_down.weight": "down",
+    ".lora_up.weight": "up",
+    ".alpha": "alpha",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The flag
+
+
+def add_lora_flag(group: argparse._ArgumentGroup) -> None:
+    """Add --lora to a script that draws."""
+    lora = "LoRA to draw with: folder that train.py --lora wrote, its URI, or a .safetensors file; may be repeated"
+    group.add_argument("--lora", type=parse_flag, action="append", default=[], metavar="LORA[:SCALE]", help=lora)
+
+
+def parse_flag(text: str) -> tuple[str, float]:
+    """Return (location, scale) of LORA[:SCALE]; the scale is 1 if it is not given."""
+    location, colon, scale = text.rpartition(":")
+    try:
+        value = float(scale)
+    except ValueError:
+        return text, 1.0
+    if not colon or not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FOLDER_OR_FILE:SCALE with a finite scale")
+    return location, value
+
+
+def describe(flag: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Return the LoRAs of --lora as entries of a model: "location", "scale", and "sha256" of the file."""
+    return [
+        {"location": absolute(location), "scale": scale, "sha256": folders.sha256_file(find_file(location))}
+        for location, scale in flag
+    ]
+
+
+def find_file(location: str) -> Path:
+    """Return the file of a LoRA on this node's disk; raise BadInput if there is none, or none of safetensors."""
+    place = local_copy(location)
+    if place.is_dir():
+        found = [place / LORA_FILE] if (place / LORA_FILE).is_file() else sorted(place.glob("*.safetensors"))
+        if len(found) != 1:
+            many = f"{len(found)} .safetensors files" if found else f"no {LORA_FILE}"
+            raise BadInput(f"--lora {location} has {many}: pass the output of train.py --lora, or one file")
+        return found[0]
+    if not place.is_file():
+        raise BadInput(f"--lora {location} does not exist: pass the output of train.py --lora, or a .safetensors file")
+    if place.suffix != ".safetensors":
+        raise BadInput(f"--lora {location} is not a .safetensors file; others may be pickles, which can run code")
+    return place
+
+
+def check(loras: Iterable[Mapping[str, Any]], model_dir: str | Path) -> None:
+    """Raise BadInput or CheckFailed unless each LoRA fits a model; warn of one that was trained on another model."""
+    for each in loras:
+        path = find_file(each["location"])
+        read(path, model_dir)
+        base = _open(path)[1].get(BASE)
+        if base and base != digest_model(model_dir):
+            say(f"warning: --lora {each['location']} was trained on another model than {model_dir}")
+
+
+def fuse_all(loras: Iterable[Mapping[str, Any]], model_dir: str | Path, pipeline: Any) -> None:
+    """Fuse the LoRAs of a model's entry with its pipeline, on a worker; raise TryAgain if a file was replaced."""
+    for each in loras:
+        path = find_file(each["location"])
+        if folders.sha256_file(path) != each["sha256"]:
+            raise TryAgain(f"--lora {each['location']} was replaced while this run uses it: run the same command again")
+        fuse(read(path, model_dir), pipeline.components, each["scale"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a module, or a weight, without the prefix of text encoders."""
+    return name.removeprefix(TEXT_MODEL)
+
+
+def file_name(component: str, module: str) -> str:
+    """Return the name of a module in files: a text encoder's with its prefix (T5 never has a LoRA)."""
+    return f"{TEXT_MODEL if component.startswith('text_encoder') else ''}{module}"
+
+
+def weight_shapes(model_dir: str | Path) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return {component: {module: shape of its weight}} of a model folder, from the headers of its files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for component in components(read_index(model_dir)):
+        found = shapes.setdefault(component, {})
+        for path in component_files(Path(model_dir, component)).values():
+            if path.suffix != ".safetensors":
+                continue
+            with safe_open(path, framework="np") as file:
+                for name in file.keys():  # noqa: SIM118
+                    if name.endswith(".weight"):
+                        found[plain_name(name.removesuffix(".weight"))] = tuple(file.get_slice(name).get_shape())
+    return {component: found for component, found in shapes.items() if found}
+
+
+def _owners(model_dir: str | Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[str, str]]:
+    """Return {name in a file, without its end: (component, module)}, in all spellings that programs use."""
+    family = FAMILIES.get(read_index(model_dir).get("_class_name", ""))
+    owners = {}
+    for component, modules in shapes.items():
+        prefix = family.webui.get(component) if family else None
+        for module in modules:
+            name = file_name(component, module)
+            owners |= {f"{component}.{each}": (component, module) for each in (module, name)}
+            if prefix:
+                owners[f"{prefix}_{name.replace('.', '_')}"] = component, module
+    return owners
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def read(path: Path, model_dir: str | Path) -> Lora:
+    """Return the LoRA in a file, checked against the headers of a model: float32, alpha / rank in `up`.
+
+    Raises BadInput for a file that is no LoRA of such a model, CheckFailed for a damaged one.
+    """
+    tensors, metadata = _open(path)
+    shapes = weight_shapes(model_dir)
+    owners, found, unknown = _owners(model_dir, shapes), {}, []
+    for key, tensor in tensors.items():
+        end = next((each for each in PARTS if key.endswith(each)), None)
+        if end is None:
+            raise BadInput(f"{path} holds {key}, which is no weight of a LoRA (DoRA and LyCORIS are not supported)")
+        owner = owners.get(key.removesuffix(end))
+        if owner is None:
+            unknown.append(key)
+        else:
+            found.setdefault(owner, {})[PARTS[end]] = tensor
+    if unknown or not found:
+        first = f", starting with {min(unknown)}" if unknown else ""
+        lacks = f"{len(unknown)} of its {len(tensors)} weights have no place there{first}"
+        raise BadInput(f"{path} is a LoRA of another kind of model than {model_dir}: {lacks}")
+    facts = json.loads(metadata.get(FACTS, "{}"))
+    lora: Lora = {}
+    for (component, module), parts in sorted(found.items()):
+        where = f"{path}: the LoRA of {component}.{module}"
+        _check_pair(where, parts, shapes[component][module])
+        down, up = parts["down"].float(), parts["up"].float()
+        lora.setdefault(component, {})[module] = down, up * _scale(parts, facts, component, module)
+    return lora
+
+
+def _open(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return (tensors, metadata) of a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckFailed(f"{path} is damaged ({error}): fetch or create it again") from None
+
+
+def _check_pair(where: str, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
+    missing = [name for name in ("down", "up") if name not in parts]
+    if missing:
+        raise BadInput(f"{where} lacks its {missing[0]} weight: fetch or create the file again")
+    down, up = parts["down"], parts["up"]
+    rank, fits = len(down), (up.shape[:1], down[:1].numel()) == ((shape[0],), math.prod(shape[1:]))
+    if not fits or up.numel() != shape[0] * rank:
+        sizes = " and ".join("x".join(map(str, each.shape)) for each in (down, up))
+        raise BadInput(f"{where} has the sizes {sizes}, which do not fit a weight of {'x'.join(map(str, shape))}")
+    if not all(bool(part.isfinite().all()) for part in parts.values()):
+        raise CheckFailed(f"{where} is not finite: fetch or create the file again")
+
+
+def _scale(parts: Mapping[str, torch.Tensor], facts: Mapping[str, Any], component: str, module: str) -> float:
+    """Return alpha / rank (arXiv 2106.09685, section 4.1), or alpha / sqrt(rank) (arXiv 2312.03732); 1 if unknown."""
+    rank = len(parts["down"])
+    if "alpha" in parts:
+        return float(parts["alpha"]) / rank
+    start = f"{component}."
+    own = {name.removeprefix(start): value for name, value in facts.items() if name.startswith(start)}
+    alpha = own.get("lora_alpha", rank)
+    for name, value in (own.get("alpha_pattern") or {}).items():
+        if f".{file_name(component, module)}".endswith(f".{name.strip('^$')}"):
+            alpha = value
+    return alpha / math.sqrt(rank) if own.get("use_rslora") else alpha / rank
+
+
+def diffusers_tensors(lora: Lora) -> dict[str, torch.Tensor]:
+    """Return the tensors of a LoRA under the names that Diffusers, and for SD 3 and FLUX also ComfyUI, read."""
+    return {
+        f"{component}.{file_name(component, module)}.lora_{part}.weight": tensor
+        for component, modules in lora.items()
+        for module, pair in modules.items()
+        for part, tensor in zip("AB", pair, strict=True)
+    }
+
+
+def webui_tensors(lora: Lora, prefixes: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a LoRA under the names that ComfyUI, AUTOMATIC1111 and kohya's scripts read.
+
+    prefixes: {component: prefix}, of a family. alpha is the rank, as `up` is scaled already.
+    """
+    import torch
+
+    tensors = {}
+    for component, modules in lora.items():
+        for module, (down, up) in modules.items():
+            name = f"{prefixes[component]}_{file_name(component, module).replace('.', '_')}"
+            tensors |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
+            tensors[f"{name}.alpha"] = torch.tensor(float(len(down)))
+    return tensors
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Use
+
+
+def fuse(lora: Lora, parts: Mapping[str, Any], scale: float = 1.0) -> None:
+    """Add a LoRA to the weights of a model's components; computed in float32, stored in their own type."""
+    import torch
+
+    with torch.no_grad():
+        for component, modules in lora.items():
+            found = {plain_name(name): module for name, module in parts[component].named_modules()}
+            for name, (down, up) in modules.items():
+                weight = found[name].weight
+                change = up.flatten(1).to(weight.device) @ down.flatten(1).to(weight.device)
+                weight.copy_(weight.float() + scale * change.reshape(weight.shape))
