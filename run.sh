@@ -43,6 +43,9 @@ IMAGES_REG_DIR=${IMAGES_REG_DIR:-$(inside "$DATA_PREFIX" images-reg)}
 IMAGES_NEW_DIR=${IMAGES_NEW_DIR:-$(inside "$DATA_PREFIX" images-new)}
 EVALUATION_DIR=${EVALUATION_DIR:-$(inside "$DATA_PREFIX" evaluation)}
 
+# The rank of a LoRA, such as 16, to train in place of all weights: a file of some megabytes. Empty: all weights.
+LORA=${LORA:-}
+
 # Settings: those of the DreamBooth paper for Stable Diffusion. The embedded 64-pixel model learns faster.
 if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     PROMPT_START=${PROMPT_START:-a 3d emoji of a}
@@ -50,6 +53,7 @@ if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-2}
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
+    LR=${LR:-${LORA:+1e-3}}
     LR=${LR:-1e-4}
     NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-600}
     RANDOM_FLIP=${RANDOM_FLIP:---no-random_flip} # the example subject has one orange ear, and its tail is on one side
@@ -62,6 +66,7 @@ else
     NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-4} # of each prompt
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-50}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
+    LR=${LR:-${LORA:+1e-4}}
     LR=${LR:-5e-6}
     NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-800} # on one worker as many steps, on eight workers an eighth of the steps
     RANDOM_FLIP=${RANDOM_FLIP:---random_flip}
@@ -96,7 +101,7 @@ settings() { # print every variable above, quoted for the shell
     local name names=(INSTANCE_DIR CLASS_NAME UNIQUE_TOKEN ORIG_MODEL_NAME ORIG_MODEL_HASH DATA_PREFIX ORIG_MODEL_DIR
         TUNED_MODEL_DIR IMAGES_OWN_DIR IMAGES_REG_DIR IMAGES_NEW_DIR EVALUATION_DIR PROMPT_START CLASS_PROMPT
         INSTANCE_PROMPT NUM_CLASS_IMAGES NUM_EVALUATION_IMAGES NUM_INFERENCE_STEPS GUIDANCE_SCALE LR NUM_TRAIN_PAIRS
-        MAX_TRAIN_STEPS RANDOM_FLIP CLIP_MODEL DINO_MODEL PROMPTS_FILE PRIOR_LOSS_WEIGHT NUM_WORKERS BATCH_SIZE
+        MAX_TRAIN_STEPS LORA RANDOM_FLIP CLIP_MODEL DINO_MODEL PROMPTS_FILE PRIOR_LOSS_WEIGHT NUM_WORKERS BATCH_SIZE
         TRAIN_FLAGS DRAW_FLAGS)
     for name in "${names[@]}"; do
         printf '%s=%q\n' "$name" "${!name}"
@@ -156,6 +161,7 @@ step_4() { # fine-tune the text encoder and the UNet
         --class_prompt "$CLASS_PROMPT" \
         --unique_token "$UNIQUE_TOKEN" \
         --lr "$LR" \
+        ${LORA:+--lora "$LORA"} \
         --prior_loss_weight "$PRIOR_LOSS_WEIGHT" \
         "${length[@]}" \
         "$RANDOM_FLIP" \
@@ -167,9 +173,18 @@ step_4() { # fine-tune the text encoder and the UNet
     echo "The validation images are in $(shown "$(inside "$TUNED_MODEL_DIR" validation/strip.png)")" >&2
 }
 
+tuned() { # set TUNED to the flags of the tuned model: a pipeline, or the base model with a LoRA
+    TUNED=(--model_dir "$TUNED_MODEL_DIR")
+    if [[ $LORA ]]; then
+        step_2
+        TUNED=(--model_dir "$ORIG_MODEL_PATH" --lora "$TUNED_MODEL_DIR")
+    fi
+}
+
 step_5() { # draw the subject
+    tuned
     .venv/bin/python run_model.py \
-        --model_dir "$TUNED_MODEL_DIR" \
+        "${TUNED[@]}" \
         --output_dir "$IMAGES_NEW_DIR" \
         --prompts "$INSTANCE_PROMPT" \
         --prompts "$INSTANCE_PROMPT on a red background" \
@@ -185,8 +200,9 @@ step_5() { # draw the subject
 
 step_6() { # measure what the model learned and forgot, and write a report
     step_2
+    tuned
     .venv/bin/python evaluate.py \
-        --model_dir "$TUNED_MODEL_DIR" \
+        "${TUNED[@]}" \
         --base_model_dir "$ORIG_MODEL_PATH" \
         --output_dir "$EVALUATION_DIR" \
         --instance_images_dir "$IMAGES_OWN_DIR" \

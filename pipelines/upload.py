@@ -1,4 +1,4 @@
-"""Upload a pipeline with its model card and manifest to the Hugging Face Hub, in one commit.
+"""Upload a pipeline, or a LoRA, with its model card and manifest to the Hugging Face Hub, in one commit.
 
 repo_id: ORGANISATION/NAME of a repository on the Hub.
 """
@@ -15,7 +15,7 @@ from common.errors import BadInput, CheckFailed, TryAgain, causes
 from common.folders import MANIFEST, read_json, read_manifest, sha256_file
 from common.messages import say
 from pipelines.hub import open_hub
-from pipelines.model_folder import check_pipeline
+from pipelines.model_folder import LORA_FILE, check_pipeline, check_safetensors
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -159,7 +159,7 @@ def _files_of(info: "ModelInfo") -> "dict[str, RepoSibling]":
 def _check_ours(info: "ModelInfo", repo_id: str) -> None:
     """Raise BadInput if a repository holds a model that this toolkit did not upload."""
     files = _files_of(info)
-    if "model_index.json" in files and MANIFEST not in files:
+    if {"model_index.json", LORA_FILE} & files.keys() and MANIFEST not in files:
         raise BadInput(f"--push_to_hub {repo_id} holds a model of another program: choose another repository")
 
 
@@ -168,8 +168,11 @@ def _check_ours(info: "ModelInfo", repo_id: str) -> None:
 
 
 def check_folder(folder: str | Path, flag: str) -> dict[str, Any]:
-    """Return the manifest of a pipeline; raise BadInput or CheckFailed if it is not whole. flag: its flag."""
-    check_pipeline(folder, flag)
+    """Return the manifest of a pipeline or a LoRA; raise BadInput or CheckFailed if it is not whole. flag: its flag."""
+    if Path(folder, LORA_FILE).is_file() and not Path(folder, "model_index.json").is_file():
+        check_safetensors(Path(folder, LORA_FILE))
+    else:
+        check_pipeline(folder, flag)
     manifest = read_manifest(folder)
     if manifest is None:
         remedy = "pass the output of train.py or pretrain.py, or create it again"
@@ -181,7 +184,7 @@ def push_folder(folder: str | Path, flag: str, repo_id: str, is_public: bool) ->
     """Upload a result of train.py or pretrain.py unless the Hub already has it; return the repository's URL.
 
     All files become visible together, in one commit. A repository that is created is private unless `is_public`.
-    flag: the flag of `folder`. Raises BadInput if the folder is not a whole pipeline with a manifest, or the Hub
+    flag: the flag of `folder`. Raises BadInput if the folder is no whole result with a manifest, or if the Hub
     refuses it; CheckFailed if a file is damaged; TryAgain if the Hub does not answer. On a signal the process ends at
     once: what was not committed is not visible, and files that arrived are not sent again.
     """

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from conftest import ROOT, last_json, make_photos, tree
-from tiny_models import make_tiny_clip, make_tiny_dino
+from tiny_models import make_tiny_clip, make_tiny_dino, random_lora, write_lora
 
 from common import errors, objects, targets
 from common.actors import map_on_actors
@@ -472,3 +472,18 @@ def test_actors_measure_what_this_process_does(run, finished, ray_session, tmp_p
     for name, found in result["measures"].items():
         for model in ("tuned", "base"):
             assert found[model]["value"] == pytest.approx(here["measures"][name][model]["value"], abs=0.02)
+
+
+def test_a_lora_of_the_base_is_measured(run, tiny_model, tmp_path, finished):
+    """Both models are the base's folder; the LoRA belongs to the tuned one alone, and to the settings."""
+    path = write_lora(random_lora(tiny_model), tmp_path / "lora.safetensors")
+    (tmp_path / "training_log.jsonl").write_text('{"step": 10, "loss": 1.0, "grad_norm": 2.0}\n')
+    evaluation = run(model_dir=tiny_model, lora=f"{path}:0.5")
+    assert "tiny + " in (tmp_path / "out" / "report.html").read_text()
+    measures = evaluation["measures"]["subject_clip"]
+    assert measures["tuned"]["value"] != measures["base"]["value"]
+    before = targets.read_json(finished, "evaluation.json")["measures"]["subject_clip"]["base"]
+    assert measures["base"] == before
+    assert run(model_dir=tiny_model, lora=f"{path}:0.5")["drawn"] == 0
+    with pytest.raises(errors.BadInput, match="lora was"):
+        run(model_dir=tiny_model, lora=path)

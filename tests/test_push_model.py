@@ -17,6 +17,7 @@ import push_model
 from common import folders
 from common.errors import Stopped, describe_error
 from pipelines import upload
+from pipelines.model_folder import LORA_FILE
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>'")  # of the Hub's client
 REPO = "someone/rex"
@@ -99,6 +100,18 @@ def test_a_model_is_uploaded_whole_private_and_in_one_commit(hub, model, push):
     repository = hub.repositories[REPO]
     assert repository.private and repository.messages == ["Upload the model of step 3"]
     assert set(hub.objects) == {sha256(data) for name, data in contents(model).items() if name.endswith(LARGE)}
+
+
+def test_a_lora_is_uploaded_too(hub, push, tmp_path):
+    import numpy as np
+    from safetensors.numpy import save
+
+    folder = tmp_path / "lora"
+    write(folder, {"README.md": CARD.encode(), LORA_FILE: save({"unet.x.lora_A.weight": np.zeros((4, 4), "float32")})})
+    push(folder=folder)
+    assert uploaded(hub) == contents(folder)
+    write(folder, {LORA_FILE: b"no weights"})
+    assert fault(push, folder=folder)[0] == 5
 
 
 def test_what_was_uploaded_is_what_is_downloaded(hub, model, push, tmp_path, capsys):

@@ -115,6 +115,16 @@ def test_the_model_keeps_its_revision(words):
     assert called[called.index("--revision") :] == ["--revision", "main", "--keep_revision"]
 
 
+def test_a_lora_is_trained_and_drawn_with_its_base(words, tmp_path):
+    called = words("456", LORA="16")
+    assert called["train.py"][called["train.py"].index("--lora") + 1] == "16"
+    for script in ("run_model.py", "evaluate.py"):
+        at = called[script].index("--model_dir")
+        assert called[script][at + 2 : at + 4] == ["--lora", str(tmp_path / "data" / "model-tuned")]
+    assert "--lora" not in words("4")["train.py"]
+    assert (settings(LORA="16")["LR"], settings(LORA="16", ORIG_MODEL_NAME="someone/model")["LR"]) == ("1e-3", "1e-4")
+
+
 def test_the_length_is_said_in_pairs_or_where_it_is_asked_for_in_steps(words):
     called = words("4")["train.py"]
     assert called[called.index("--max_train_pairs") + 1] == "800"

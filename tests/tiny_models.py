@@ -235,3 +235,53 @@ def make_tiny_flux(folder, guidance_embeds=True):
         transformer,
     ).save_pretrained(folder, safe_serialization=True)
     return Path(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LoRAs
+
+RANK = 4
+SPELLINGS = {
+    "peft": ("{component}.{module}.lora_A.weight", "{component}.{module}.lora_B.weight"),
+    "older": ("{component}.{module}.lora.down.weight", "{component}.{module}.lora.up.weight"),
+    "webui": ("{prefix}_{flat}.lora_down.weight", "{prefix}_{flat}.lora_up.weight"),
+}
+
+
+def random_lora(model_dir, layers="all"):
+    """Return a LoRA of random weights for all that a family gives one: {component: {module: (down, up)}}."""
+    import torch
+
+    from pipelines import lora
+    from pipelines.families import find_family
+
+    family, shapes = find_family(model_dir), lora.weight_shapes(model_dir)
+    generator, made = torch.Generator().manual_seed(0), {}
+    for component in (family.denoiser, *family.trainable):
+        for module in family.adapted(component, shapes[component], layers):
+            out, *into = shapes[component][module]
+            down = torch.randn(RANK, *into, generator=generator)
+            up = torch.randn(out, RANK, *(1 for _ in into[1:]), generator=generator)
+            made.setdefault(component, {})[module] = down * 0.3, up * 0.3
+    return made
+
+
+def write_lora(made, path, spelling="peft", family=None, metadata=None, alpha=None):
+    """Write a LoRA in a spelling; alpha: in the tensors of each module."""
+    import torch
+    from safetensors.torch import save_file
+
+    from pipelines import lora
+    from pipelines.families import find_family
+
+    tensors, prefixes = {}, find_family(family).webui if family else {}
+    for component, modules in made.items():
+        for module, pair in modules.items():
+            name = lora.file_name(component, module)
+            words = {"component": component, "module": name, "flat": name.replace(".", "_")}
+            for pattern, tensor in zip(SPELLINGS[spelling], pair, strict=True):
+                tensors[pattern.format(prefix=prefixes.get(component), **words)] = tensor
+            if alpha:
+                tensors[f"{prefixes[component]}_{words['flat']}.alpha"] = torch.tensor(alpha)
+    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    return path

@@ -7,47 +7,14 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import RANK, SPELLINGS, random_lora, write_lora
 
 from common import errors
 from pipelines import loading, lora
 from pipelines.families import find_family
 from pipelines.model_folder import LORA_FILE, digest_model
 
-RANK = 4
-SPELLINGS = {
-    "peft": ("{component}.{module}.lora_A.weight", "{component}.{module}.lora_B.weight"),
-    "older": ("{component}.{module}.lora.down.weight", "{component}.{module}.lora.up.weight"),
-    "webui": ("{prefix}_{flat}.lora_down.weight", "{prefix}_{flat}.lora_up.weight"),
-}
 NAMES = r"lora_(unet|te|te1|te2)_[a-z0-9_]+\.(lora_down\.weight|lora_up\.weight|alpha)"
-
-
-def random_lora(model_dir, layers="all"):
-    """Return a LoRA of random weights for all that a family gives one: {component: {module: (down, up)}}."""
-    family, shapes = find_family(model_dir), lora.weight_shapes(model_dir)
-    generator, made = torch.Generator().manual_seed(0), {}
-    for component in (family.denoiser, *family.trainable):
-        for module in family.adapted(component, shapes[component], layers):
-            out, *into = shapes[component][module]
-            down = torch.randn(RANK, *into, generator=generator)
-            up = torch.randn(out, RANK, *(1 for _ in into[1:]), generator=generator)
-            made.setdefault(component, {})[module] = down * 0.3, up * 0.3
-    return made
-
-
-def write(made, path, spelling="peft", family=None, metadata=None, alpha=None):
-    """Write a LoRA in a spelling; alpha: in the tensors of each module."""
-    tensors, prefixes = {}, find_family(family).webui if family else {}
-    for component, modules in made.items():
-        for module, pair in modules.items():
-            name = lora.file_name(component, module)
-            words = {"component": component, "module": name, "flat": name.replace(".", "_")}
-            for pattern, tensor in zip(SPELLINGS[spelling], pair, strict=True):
-                tensors[pattern.format(prefix=prefixes.get(component), **words)] = tensor
-            if alpha:
-                tensors[f"{prefixes[component]}_{words['flat']}.alpha"] = torch.tensor(alpha)
-    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
-    return path
 
 
 def draw(pipeline):
@@ -83,7 +50,7 @@ def difference(one, other):
 @pytest.mark.parametrize("name", ["sd", "sdxl", "sd3", "flux"])
 def test_a_lora_is_fused_as_diffusers_applies_it(name, tiny_families, tmp_path):
     folder = tiny_families[name]
-    path = write(random_lora(folder), tmp_path / LORA_FILE)
+    path = write_lora(random_lora(folder), tmp_path / LORA_FILE)
     fused, base = ours(folder, path), draw(loading.load_pipeline(folder, torch.float32))
     assert difference(fused, theirs(folder, path)) <= 1e-5 and difference(fused, base) > 0.01
 
@@ -93,7 +60,7 @@ def test_a_lora_is_fused_as_diffusers_applies_it(name, tiny_families, tmp_path):
 def test_each_spelling_is_the_same_lora(name, spelling, tiny_families, tmp_path):
     folder = tiny_families[name]
     made = random_lora(folder)
-    found = lora.read(write(made, tmp_path / "one.safetensors", spelling, folder), folder)
+    found = lora.read(write_lora(made, tmp_path / "one.safetensors", spelling, folder), folder)
     assert lora.diffusers_tensors(found).keys() == lora.diffusers_tensors(made).keys()
     for key, tensor in lora.diffusers_tensors(made).items():
         assert torch.equal(lora.diffusers_tensors(found)[key], tensor), key
@@ -102,14 +69,14 @@ def test_each_spelling_is_the_same_lora(name, spelling, tiny_families, tmp_path)
 def test_names_without_text_model_are_read_too(tiny_model, tmp_path):
     """transformers 5 drops the prefix; LoRAs that were made with it lack it."""
     made = random_lora(tiny_model)
-    path = write(made, tmp_path / "one.safetensors")
+    path = write_lora(made, tmp_path / "one.safetensors")
     save_file({key.replace("text_model.", ""): each for key, each in load_file(path).items()}, path)
     assert lora.read(path, tiny_model).keys() == made.keys()
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.5, -1.0])
 def test_the_scale(scale, tiny_model, tmp_path):
-    path = write(random_lora(tiny_model), tmp_path / LORA_FILE)
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE)
     assert difference(ours(tiny_model, path, scale), theirs(tiny_model, path, scale)) <= 1e-5
     if not scale:
         assert torch.equal(ours(tiny_model, path, 0.0), draw(loading.load_pipeline(tiny_model, torch.float32)))
@@ -121,7 +88,7 @@ def test_alpha_in_metadata(alpha, rslora, tiny_model, tmp_path):
     """As Diffusers' scripts write it, which differs from the rank more often than not."""
     facts = {"r": RANK, "lora_alpha": alpha, "use_rslora": rslora}
     own = {f"{part}.{name}": value for part in ("unet", "text_encoder") for name, value in facts.items()}
-    path = write(random_lora(tiny_model), tmp_path / LORA_FILE, metadata={lora.FACTS: json.dumps(own)})
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE, metadata={lora.FACTS: json.dumps(own)})
     weights = load_file(path)
     key = "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q.lora_B.weight"
     factor = alpha / (math.sqrt(RANK) if rslora else RANK)
@@ -131,13 +98,13 @@ def test_alpha_in_metadata(alpha, rslora, tiny_model, tmp_path):
 
 @pytest.mark.parametrize("alpha", [1.0, 8.0])
 def test_alpha_in_tensors(alpha, tiny_model, tmp_path):
-    path = write(random_lora(tiny_model), tmp_path / LORA_FILE, "webui", tiny_model, alpha=alpha)
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE, "webui", tiny_model, alpha=alpha)
     assert difference(ours(tiny_model, path), theirs(tiny_model, path)) <= 1e-5
 
 
 def test_two_loras_add_up(tiny_model, tmp_path):
     made = random_lora(tiny_model)
-    path, half = write(made, tmp_path / LORA_FILE), loading.load_pipeline(tiny_model, torch.float32)
+    path, half = write_lora(made, tmp_path / LORA_FILE), loading.load_pipeline(tiny_model, torch.float32)
     for _ in range(2):
         lora.fuse(lora.read(path, tiny_model), half.components, 0.5)
     assert difference(draw(half), ours(tiny_model, path)) <= 1e-5
@@ -150,12 +117,8 @@ def test_the_names_for_web_uis_are_read_back_by_diffusers(name, tiny_families, t
     tensors = lora.webui_tensors(made, find_family(folder).webui)
     assert all(re.fullmatch(NAMES, key) for key in tensors)
     save_file(tensors, tmp_path / "one_webui.safetensors")
-    assert (
-        difference(
-            theirs(folder, tmp_path / "one_webui.safetensors"), ours(folder, write(made, tmp_path / "x.safetensors"))
-        )
-        <= 1e-5
-    )
+    path = write_lora(made, tmp_path / "x.safetensors")
+    assert difference(theirs(folder, tmp_path / "one_webui.safetensors"), ours(folder, path)) <= 1e-5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,7 +132,7 @@ def damaged(path, change):
 
 
 def test_a_lora_of_another_family_is_refused(tiny_families, tmp_path):
-    path = write(random_lora(tiny_families["sdxl"]), tmp_path / LORA_FILE)
+    path = write_lora(random_lora(tiny_families["sdxl"]), tmp_path / LORA_FILE)
     with pytest.raises(errors.BadInput, match=r"is a LoRA of another kind of model than .*: \d+ of its \d+ weights"):
         lora.read(path, tiny_families["sd"])
 
@@ -188,14 +151,14 @@ def test_a_lora_of_another_family_is_refused(tiny_families, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_refused(change, said, tiny_model, tmp_path):
-    path = write(random_lora(tiny_model), tmp_path / LORA_FILE)
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE)
     damaged(path, change)
     with pytest.raises(errors.BadInput, match=said):
         lora.read(path, tiny_model)
 
 
 def test_damage_is_refused(tiny_model, tmp_path):
-    path = write(random_lora(tiny_model), tmp_path / LORA_FILE)
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE)
     damaged(path, lambda each: each[min(each)].fill_(float("nan")))
     with pytest.raises(errors.CheckFailed, match="is not finite"):
         lora.read(path, tiny_model)
@@ -234,7 +197,7 @@ def test_a_lora_in_a_store(tiny_model, tmp_path, s3):
     from common import objects
 
     (tmp_path / "lora").mkdir()
-    path = write(random_lora(tiny_model), tmp_path / "lora" / "one.safetensors")
+    path = write_lora(random_lora(tiny_model), tmp_path / "lora" / "one.safetensors")
     objects.upload_folder(tmp_path / "lora", s3("loras"))
     for name in ("loras", "loras/one.safetensors"):
         assert lora.find_file(s3(name)).read_bytes() == path.read_bytes()
@@ -243,7 +206,7 @@ def test_a_lora_in_a_store(tiny_model, tmp_path, s3):
 
 
 def test_another_base_is_told(tiny_model, tiny_v_model, tmp_path, capsys):
-    path = write(random_lora(tiny_model), tmp_path / LORA_FILE, metadata={lora.BASE: digest_model(tiny_model)})
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE, metadata={lora.BASE: digest_model(tiny_model)})
     loras = lora.describe([(str(path), 1.0)])
     lora.check(loras, tiny_model)
     assert not capsys.readouterr().err
@@ -252,9 +215,9 @@ def test_another_base_is_told(tiny_model, tiny_v_model, tmp_path, capsys):
 
 
 def test_a_replaced_file_is_not_used(tiny_model, tmp_path):
-    path = write(random_lora(tiny_model), tmp_path / LORA_FILE)
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE)
     loras = lora.describe([(str(path), 1.0)])
-    write(random_lora(tiny_model, "attention"), path)
+    write_lora(random_lora(tiny_model, "attention"), path)
     with pytest.raises(errors.TryAgain, match="was replaced"):
         lora.fuse_all(loras, tiny_model, loading.load_pipeline(tiny_model, torch.float32))
 
