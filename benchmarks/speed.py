@@ -121,6 +121,15 @@ def train_bare_embedded(args, folder):
         yield ours, theirs
 
 
+def lora_embedded(args, folder):
+    """Steps/s of train.py --lora 8 over train.py of all weights, embedded model."""
+    inputs = Inputs(folder, MODEL)
+    for _ in range(args.repeats):
+        ours = train(inputs, 60, "--lora", 8, "--num_workers", 0)
+        theirs = train(inputs, 60, "--num_workers", 0)
+        yield ours, theirs
+
+
 def two_workers(args, folder):
     """Images/s of two workers of one thread over one worker of one thread, proportional model."""
     run("-m", "benchmarks.proportional_model", "--output_dir", folder / "model")
@@ -255,6 +264,7 @@ ROWS = {
         train_published_proportional,
         train_published_silent,
         train_bare_embedded,
+        lora_embedded,
         two_workers,
         class_images,
         class_images_single,
