@@ -20,6 +20,7 @@ from common.objects import local_copy, same_copy
 from common.targets import Held
 from common.uris import shown
 from pipelines import loading
+from pipelines.families import find_family
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class PosteriorEncoder:
         loading.set_up_torch(self.device, num_threads, mixed_precision)
         # float32, because this is computed once, and because SDXL's VAE overflows in float16.
         model = same_copy(model_dir, "--model_dir")
+        self.family = find_family(model)
         self.vae = loading.load_models(str(model), ("vae",), torch.float32)["vae"].to(self.device)
         self.read_image = functools.lru_cache(maxsize=1)(read_image_at)  # the variants of a photo follow each other
         self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed
@@ -127,22 +129,30 @@ class PosteriorEncoder:
     def __call__(self, item: dict[str, list[Crop]]) -> dict[str, np.ndarray]:
         """Return {"crops": [R], "mean": [R, c, h, w], "std"}, float16, of {"crops": crops to encode}.
 
+        With "time_ids" [R, 6] int32, if the denoiser is told where a crop was.
         The VAE always encodes ENCODE_BATCH images: an image on its own comes out slightly different, and a cache that
         is completed later would differ from one that is filled at once.
         """
         import torch
 
         crops = item["crops"]
-        pixel_values = [self._pixel_values(*crop[1:]) for crop in crops]
+        pixel_values, told = zip(*(self._read(*crop[1:]) for crop in crops), strict=True)
         batch = np.stack(pixel_values + pixel_values[:1] * (ENCODE_BATCH - len(crops)))
         with torch.inference_mode():
             posterior = loading.encode_posterior(self.vae, torch.from_numpy(batch).to(self.device))
         mean, std = (each[: len(crops)].cpu().numpy().astype(np.float16) for each in posterior)
-        return {"crops": np.array([crop[0] for crop in crops]), "mean": mean, "std": std}
+        geometry = {name: np.array([each[name] for each in told], np.int32) for name in told[0]}
+        return {"crops": np.array([crop[0] for crop in crops]), "mean": mean, "std": std, **geometry}
 
-    def _pixel_values(self, path: str, image: int, variant: int | None) -> np.ndarray:
-        rng = None if variant is None else row_rng(self.seed, CROP, variant, image)
-        return to_pixel_values(self.read_image(path), self.resolution, rng, self.random_crop, self.random_flip)
+    def _read(self, path: str, image: int, variant: int | None) -> tuple[np.ndarray, dict[str, list[int]]]:
+        """Return the pixels [3, H, W] of a crop, and what the denoiser is told of it."""
+        flags = {"random_crop": self.random_crop, "random_flip": self.random_flip}
+        rngs = [None if variant is None else row_rng(self.seed, CROP, variant, image) for _ in range(2)]
+        photo, side = self.read_image(path), self.resolution
+        left, top, is_mirrored = draw_crop(photo.size, rngs[0], **flags)
+        box = (left, top, left + min(photo.size), top + min(photo.size))
+        told = self.family.geometry(photo.size, box, (side, side), is_mirrored)
+        return to_pixel_values(photo, side, rngs[1], **flags), told
 
 
 def cache_posteriors(
@@ -158,9 +168,10 @@ def cache_posteriors(
 ) -> None:
     """Encode the images that the first `num_pairs` pairs use into `folder`; return at once if all are there.
 
-    The file has `mean` and `std` [N, c, h, w] float16, and `place` [num_rows]: the number of each row, -1 if it is not
-    encoded. A longer run adds to the cache of a shorter one. encoder_options: of PosteriorEncoder. made_from: plain
-    values that decide the latents; a cache made from others is replaced. held: the lock of the work folder, for a URI.
+    The file has `mean` and `std` [N, c, h, w] float16, for SDXL `time_ids` [N, 6] int32, and `place` [num_rows]: the
+    number of each row, -1 if it is not encoded. A longer run adds to the cache of a shorter one. encoder_options: of
+    PosteriorEncoder. made_from: plain values that decide the latents; a cache made from others is replaced. held: the
+    lock of the work folder, for a URI.
     pool: options of map_on_actors.
     """
     targets.recover(folder)
@@ -184,15 +195,15 @@ def cache_posteriors(
 
 
 def encode_crops(crops: list[Crop], encoder_options: dict[str, Any], **pool: Any) -> dict[str, np.ndarray]:
-    """Return {"mean", "std"}, [N, c, h, w] float16, of crops; raise CheckFailed if one is not finite."""
+    """Return the arrays of PosteriorEncoder for all crops, [N, ...]; raise CheckFailed if one is not finite."""
     items = [{"crops": crops[start : start + ENCODE_BATCH]} for start in range(0, len(crops), ENCODE_BATCH)]
     arrays: dict[str, np.ndarray] = {}
     with Progress("encode", len(crops), "images") as progress:
         for result in map_on_actors(PosteriorEncoder, encoder_options, items, **pool):
-            for name in ("mean", "std"):
-                shape = (len(crops), *result[name].shape[1:])
-                arrays.setdefault(name, np.empty(shape, np.float16))[result["crops"]] = result[name]
-            progress.update(len(result["crops"]))
+            numbers = result.pop("crops")
+            for name, values in result.items():
+                arrays.setdefault(name, np.empty((len(crops), *values.shape[1:]), values.dtype))[numbers] = values
+            progress.update(len(numbers))
     broken = [path for i, path, *_ in crops if not all(np.isfinite(array[i]).all() for array in arrays.values())]
     if broken:
         raise CheckFailed(f"the VAE gives no finite latents for {broken[0]}: check the model and the image")
@@ -295,6 +306,7 @@ class Batches:
             "noise": torch.from_numpy(noise[0]),
             "posterior_noise": torch.from_numpy(noise[1]),
             "timesteps": torch.tensor(noise[2]),
+            **({"time_ids": self.cache["time_ids"][place]} if "time_ids" in self.cache else {}),
             **self.prompts[stream],
         }
 
@@ -302,8 +314,8 @@ class Batches:
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack rows into a batch: B instance rows, then, with prior preservation, B class rows; all fields use this order.
 
-    mean, std, noise, posterior_noise: [2B, c, h, w] float32; timesteps: [2B] int64; prompts: as in
-    pipelines.conditions, [2B, ...].
+    mean, std, noise, posterior_noise: [2B, c, h, w] float32; timesteps: [2B] int64; for SDXL time_ids: [2B, 6] int32;
+    prompts: as in pipelines.conditions, [2B, ...].
     """
     import torch
 

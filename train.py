@@ -196,12 +196,10 @@ def training_step(model, batch, objective, vae_config, num_instance, prior_loss_
     return utils.prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights)
 
 
-def make_batches(task, place, family, frozen, draw_time):
-    """Return batch(step, micro), the tensors of this worker's share of a global batch; frozen: text encoders."""
-    config, model_dir = task.dreambooth, task.output.model_dir
-    prompts = [config.instance_prompt, config.class_prompt or ""]
-    instance, other = encode_prompts(family, model_dir, prompts, frozen, place.device)
-    batches = Batches(config.posteriors_dir, config.pairs, instance, other, task.schedule.seed, draw_time)
+def make_batches(task, place, instance_prompt, class_prompt, draw_time):
+    """Return batch(step, micro), the tensors of this worker's share of a global batch; prompts: their fields."""
+    config = task.dreambooth
+    batches = Batches(config.posteriors_dir, config.pairs, instance_prompt, class_prompt, task.schedule.seed, draw_time)
     num_pairs = config.train_batch_size
 
     def batch(step, micro):
@@ -217,7 +215,10 @@ def prepare(task, place, start):
     loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
     dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
     family = find_family(model_dir)
-    modules, frozen = load_modules(
+    texts = [config.instance_prompt, config.class_prompt or "", "", *task.images.validation_prompts]
+    trained = family.trained(config.train_text_encoder)
+    instance, other, *drawn = encode_prompts(family, model_dir, texts, trained, place.device, dtype)
+    modules = load_modules(
         family,
         model_dir,
         start.folder,
@@ -244,13 +245,13 @@ def prepare(task, place, start):
         step=start.step,
         model=model,
         optimizer=optimizer,
-        batch=make_batches(task, place, family, frozen, objective.draw_time),
+        batch=make_batches(task, place, instance, other, objective.draw_time),
         loss_names=("loss", "instance_loss", "class_loss"),
         losses=partial(training_step, model, num_instance=config.train_batch_size, **options),
         dtype=dtype,
         saves=place.rank == 0,
         write=partial(write, optimizer=optimizer.adamw),
-        draw=validation.Painter(task, {**frozen, **modules}, place, dtype).draw,
+        draw=validation.Painter(task, family, modules, drawn, place, dtype).draw,
     )
 
 

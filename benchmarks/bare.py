@@ -47,7 +47,7 @@ def make_batches(args, settings, family, draw_time):
     num_instance = len({path for path, variant in rows if variant is not None})
     pairs = Pairs(num_instance, num_class, settings["max_variants"], settings["seed"])
     prompts = [settings["instance_prompt"], settings["class_prompt"]]
-    fields = encode_prompts(family, args.model_dir, prompts, {}, torch.device("cpu"))
+    fields = encode_prompts(family, args.model_dir, prompts, family.trained(True), torch.device("cpu"), torch.float32)
     batches = Batches(Path(args.work_dir) / "posteriors", pairs, *fields, settings["seed"], draw_time)
     if "cache" in args.without:
         options = {name: settings[name] for name in ("resolution", "random_crop", "random_flip", "seed")}

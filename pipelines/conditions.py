@@ -6,9 +6,10 @@ every step, or what the frozen encoder says of them, "ENCODER.hidden" and "ENCOD
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipelines import loading
 from pipelines.families import Family
 
 if TYPE_CHECKING:
@@ -16,21 +17,31 @@ if TYPE_CHECKING:
 
 
 def encode_prompts(
-    family: Family, model_dir: str, prompts: Sequence[str], frozen: Mapping[str, Any], device: torch.device
+    family: Family,
+    model_dir: str,
+    prompts: Sequence[str],
+    trained: Collection[str],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> list[dict[str, torch.Tensor]]:
     """Return the fields of each prompt: "ENCODER.ids" [L], or "ENCODER.hidden" [L, D] and "ENCODER.pooled" [P].
 
-    frozen: the text encoders that are not trained, by name.
+    trained: the text encoders that are trained; the others are loaded one after another, and none of them stays.
+    dtype: of the weights of the family's large encoders; the others are read in float32.
     """
     import torch
 
     fields: list[dict[str, torch.Tensor]] = [{} for _ in prompts]
     for name, ids in family.tokenize(model_dir, prompts).items():
+        encoder: Any = None
+        if name not in trained:
+            kind = dtype if name in family.large else torch.float32
+            encoder = loading.load_models(model_dir, (name,), kind)[name].to(device).eval()
         for row, own in zip(ids, fields, strict=True):
             said = {"ids": row[None]}
-            if name in frozen:
+            if encoder is not None:
                 with torch.no_grad():
-                    said = family.read(name, frozen[name], row[None].to(device))
+                    said = family.read(name, encoder, row[None].to(device))
             own.update({f"{name}.{key}": value[0].cpu() for key, value in said.items()})
     return fields
 

@@ -40,7 +40,8 @@ class Sizes(NamedTuple):
 class Family:
     """A family of models, with what most of them have in common.
 
-    pipeline: the class in Diffusers. trainable: the text encoders that can be trained. tokens: the length of a prompt
+    pipeline: the class in Diffusers. trainable: the text encoders that can be trained. large: those of billions of
+    weights. tokens: the length of a prompt
     where the pipeline limits it, not the tokenizer. lora: {layers: names of the denoiser's modules that get an
     adapter}. webui: {component: prefix of its modules in LoRA files of web UIs}, empty where these read the names of
     Diffusers. lr, lora_lr, trains_text_encoders, guidance_scale, num_inference_steps: defaults.
@@ -51,6 +52,7 @@ class Family:
     denoiser: str
     encoders: tuple[str, ...]
     trainable: tuple[str, ...]
+    large: tuple[str, ...] = ()
     tokens: ClassVar[dict[str, int]] = {}
     lora: ClassVar[dict[str, tuple[str, ...]]]
     webui: ClassVar[dict[str, str]] = {}
@@ -240,6 +242,7 @@ class SD3(Family):
     denoiser = "transformer"
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     trainable = ("text_encoder", "text_encoder_2")
+    large = ("text_encoder_3",)
     tokens: ClassVar = {"text_encoder_3": 256}
     lora: ClassVar = {"attention": JOINT_LORA, "all": JOINT_LORA_ALL}
     guidance_scale = 7.0
@@ -279,6 +282,7 @@ class FLUX(Family):
     denoiser = "transformer"
     encoders = ("text_encoder", "text_encoder_2")
     trainable = ()
+    large = ("text_encoder_2",)
     tokens: ClassVar = {"text_encoder_2": 512}
     lora: ClassVar = {"attention": JOINT_LORA, "all": JOINT_LORA_ALL}
     guidance_scale = 3.5

@@ -151,16 +151,17 @@ def load_pipeline(
 
 
 def draw_images(
-    pipeline: Any, prompts: list[str], seeds: list[int], sampler: str = "model", **options: Any
+    pipeline: Any, prompts: list[str] | None, seeds: list[int], sampler: str = "model", **options: Any
 ) -> tuple[list[Image.Image], list[bool]]:
     """Draw one batch of images and return them with the safety checker's verdicts: True for a flagged image.
 
-    prompts, seeds: one per image; sampler: as in samplers.use_sampler; options: passed to the pipeline.
+    prompts, seeds: one per image; no prompts if the options have embeddings. sampler: as in samplers.use_sampler.
+    options: passed to the pipeline.
     """
     import torch
 
     count = len(seeds)
-    assert len(prompts) == count, f"{len(prompts)} prompts for {count} images"
+    assert prompts is None or len(prompts) == count, f"{len(prompts)} prompts for {count} images"
     negative_prompt = options.pop("negative_prompt", "") or None
     with use_sampler(pipeline, sampler), torch.inference_mode():
         output = pipeline(

@@ -24,27 +24,26 @@ def load_modules(
     gradient_checkpointing: bool,
     channels_last: bool,
     dtype: torch.dtype | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ({name: module to train}, {name: frozen text encoder}), from checkpoint `folder` if there is one.
+) -> dict[str, Any]:
+    """Return {name: module to train}, from checkpoint `folder` if there is one.
 
-    dtype: of the weights of the modules to train, float32 by default.
+    dtype: of the weights, float32 by default.
     """
     import torch
 
     trained = family.trained(train_text_encoder)
-    names = [name for name in family.encoders if name not in trained]
-    frozen = loading.load_models(model_dir, names, torch.float32)
-    frozen = {name: module.to(device).eval() for name, module in frozen.items()}
     names = [name for name in (*family.encoders, family.denoiser) if name in trained]
     modules = loading.load_models(model_dir, names, dtype or torch.float32, folder)
     modules = {name: module.to(device).train() for name, module in modules.items()}
     if channels_last:
         modules[family.denoiser].to(memory_format=torch.channels_last)
-    for module in modules.values():
+    for name, module in modules.items():
         module.requires_grad_(True)
+        for each in family.unused(name, module):
+            module.get_parameter(each).requires_grad_(False)
         if gradient_checkpointing:
             (getattr(module, "enable_gradient_checkpointing", None) or module.activation_checkpointing_enable)()
-    return modules, frozen
+    return modules
 
 
 def join_modules(family: Family, modules: Mapping[str, Any]) -> torch.nn.Module:

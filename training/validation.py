@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from common import board, folders
 from common.errors import one_line
 from common.images import read_image
 from pipelines import loading
+from pipelines.conditions import read_condition
+from pipelines.families import Family
 from training.loop import is_due
 from training.task import Images, Task
 from training.work_folder import STRIP, VALIDATION, scratch
@@ -36,10 +38,22 @@ MARGIN, LABEL = 4, 48  # pixels between images; width of the step number at the 
 
 
 class Painter:
-    """Draws the validation images with the modules in training and the other components of the base model."""
+    """Draws the validation images with the modules in training and the other components of the base model.
 
-    def __init__(self, task: Task, modules: dict[str, Any], place: Place, dtype: torch.dtype) -> None:
-        self.task, self.modules, self.place, self.dtype = task, modules, place, dtype
+    prompts: the fields (pipelines.conditions) of no prompt and of each validation prompt.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        family: Family,
+        modules: dict[str, Any],
+        prompts: Sequence[dict[str, torch.Tensor]],
+        place: Place,
+        dtype: torch.dtype,
+    ) -> None:
+        self.task, self.family, self.modules, self.prompts = task, family, modules, prompts
+        self.place, self.dtype = place, dtype
         self.folder = scratch(task.output.work_dir) / VALIDATION
 
     def draw(self, step: int) -> dict[str, np.ndarray]:
@@ -77,17 +91,30 @@ class Painter:
         import torch
 
         images, output, device = self.task.images, self.task.output, self.place.device
-        pipeline = loading.load_pipeline(output.model_dir, torch.float32, safety_checker=False, modules=self.modules)
+        parts = dict.fromkeys(self.family.encoders) | {self.family.denoiser: self.modules[self.family.denoiser]}
+        pipeline = loading.load_pipeline(output.model_dir, torch.float32, safety_checker=False, modules=parts)
         pipeline.vae.to(device)
         seeds = [image_seed(images.seed, index) for index in range(images.num_validation_images)]
         with evaluating(self.modules), torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            for i, prompt in enumerate(images.validation_prompts):
+            empty, *conditions = self._read_prompts()
+            empty = self.family.unconditional(output.model_dir, empty)
+            for i, condition in enumerate(conditions):
                 if board.current().stop_asked():
                     return False
-                drawn, _ = loading.draw_images(pipeline, [prompt] * len(seeds), seeds, **sampler_of(images))
+                inputs: dict[str, Any] = {**self.family.pipeline_inputs(condition, empty)}
+                inputs = {name: value.repeat_interleave(len(seeds), 0) for name, value in inputs.items()}
+                drawn, _ = loading.draw_images(pipeline, None, seeds, **inputs, **sampler_of(images))
                 for j, image in enumerate(drawn):
                     image.save(folder / f"{i}-{j}.png")
         return True
+
+    def _read_prompts(self) -> list[dict[str, torch.Tensor]]:
+        """Return the condition of each prompt, of one row."""
+        import torch
+
+        rows = [{name: value[None].to(self.place.device) for name, value in each.items()} for each in self.prompts]
+        with torch.no_grad():
+            return [read_condition(self.family, row, self.modules) for row in rows]
 
 
 @contextlib.contextmanager

@@ -26,8 +26,9 @@ def test_the_condition_is_the_same_whichever_encoders_are_frozen(model_dir):
     }
     conditions = []
     for number in range(len(encoders) + 1):
-        trained, frozen = dict(list(encoders.items())[:number]), dict(list(encoders.items())[number:])
-        batch = make_batch(encode_prompts(family, model_dir, PROMPTS, frozen, torch.device("cpu")))
+        trained = dict(list(encoders.items())[:number])
+        frozen = [name for name in encoders if name not in trained]
+        batch = make_batch(encode_prompts(family, model_dir, PROMPTS, trained, torch.device("cpu"), torch.float32))
         assert all(batch[f"{name}.ids"].dtype == torch.int64 for name in trained)
         assert not any(name.startswith(f"{each}.ids") for each in frozen for name in batch)
         assert not any(value.requires_grad for value in batch.values())
@@ -41,8 +42,8 @@ def test_the_condition_is_the_same_whichever_encoders_are_frozen(model_dir):
 
 def test_the_geometry_of_a_batch_reaches_the_condition(tiny_families, one_thread):
     family = find_family(tiny_families["sdxl"])
-    encoders = loading.load_models(tiny_families["sdxl"], family.encoders, torch.float32)
-    batch = make_batch(encode_prompts(family, tiny_families["sdxl"], PROMPTS, encoders, torch.device("cpu")))
+    fields = encode_prompts(family, tiny_families["sdxl"], PROMPTS, (), torch.device("cpu"), torch.float32)
+    batch = make_batch(fields)
     time_ids = torch.tensor([[20, 40, 0, 5, 16, 16], [16, 16, 0, 0, 16, 16]])
     assert torch.equal(read_condition(family, batch | {"time_ids": time_ids}, {})["time_ids"], time_ids)
     assert "time_ids" not in read_condition(family, batch, {})
