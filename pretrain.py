@@ -287,7 +287,7 @@ def publish(task, step, device):
 
 def read_inputs(args):
     """Check the model, the data and the flags; return (settings of the run, data)."""
-    settings = check_inputs(args, SETTINGS, "sample_prompts", data=args.data)
+    settings = check_inputs(args, SETTINGS, "sample_prompts", supported=("StableDiffusionPipeline",), data=args.data)
     data = open_data(args)
     sample_size = args.resolution // find_family(args.model_dir).sizes(args.model_dir).cell
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}

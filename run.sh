@@ -53,7 +53,7 @@ if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-2}
     NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-25}
     GUIDANCE_SCALE=${GUIDANCE_SCALE:-3}
-    LR=${LR:-${LORA:+1e-3}}
+    LR=${LR:-${LORA:+2e-3}}
     LR=${LR:-1e-4}
     NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-600}
     RANDOM_FLIP=${RANDOM_FLIP:---no-random_flip} # the example subject has one orange ear, and its tail is on one side

@@ -31,7 +31,7 @@ from pipelines.prompts import check_prompts
 from pipelines.tokens import say_what_is_cut
 from pipelines.upload import add_hub_flags, check_hub_flags
 from training import adapters, checkpoints, driver, flags, launch, loop, parallel, resuming, validation
-from training.inputs import check_inputs
+from training.inputs import check_inputs, check_method
 from training.modules import join_modules, load_modules
 from training.optimizer import make_optimizer
 from training.publishing import dreambooth_card, publish_pipeline
@@ -290,6 +290,7 @@ def read_inputs(args):
     check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
     images_dirs = {name: getattr(args, name) for name in IMAGES_DIRS}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **images_dirs)
+    check_method(args)
     more = LORA_SETTINGS if args.lora else ()  # older results lack settings that they do not need
     more = [*more, "text_encoder_lr"] if args.text_encoder_lr else more
     settings |= {name: getattr(args, name) for name in more}

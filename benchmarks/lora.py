@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.measuring import CLASS_PROMPT, MODEL, PROMPTS, SUBJECT, peak_memory, run
 
-WAYS = ("--lr 1e-4", "--lora 8 --lr 1e-3")
+WAYS = ("--lr 1e-4", "--lora 8 --lr 2e-3")
 MEASURES = ("subject_clip", "prior_base", "prior_photos", "diversity", "memorised")
 SAMPLER = ("--num_inference_steps", 25, "--guidance_scale", 3)
 

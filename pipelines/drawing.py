@@ -21,7 +21,8 @@ from common.objects import local_copy, same_copy
 from common.storage import absolute, is_remote, split
 from common.targets import Files, Held, check_writable, join_name, lock
 from pipelines import loading, lora
-from pipelines.configs import check_resolution, components, model_resolution
+from pipelines.configs import check_resolution, components
+from pipelines.families import sides
 from pipelines.image_folder import read_metadata, wanted_images, whole_images, write_metadata
 from pipelines.model_folder import LORA_FILE, check_component, check_model, check_pipeline
 from pipelines.samplers import SAMPLER
@@ -144,9 +145,10 @@ def check_model_and_sampler(model: dict[str, Any], sampler: dict[str, Any]) -> N
     if sampler["sampler"] == "dpm++" and "FlowMatch" in (scheduler := index["scheduler"][1]):
         raise BadInput(f"--sampler dpm++ cannot replace the {scheduler} of {model_dir}: use --sampler model")
     if sampler["height"] or sampler["width"]:  # Diffusers ignores one without the other
+        side, multiple = sides(model_dir)
         for name in ("height", "width"):
-            sampler[name] = sampler[name] or model_resolution(model_dir)
-            check_resolution(model_dir, f"--{name}", sampler[name])
+            sampler[name] = sampler[name] or side
+            check_resolution(model_dir, f"--{name}", sampler[name], multiple)
     replaced = [name for name in components(index) if folder and (Path(folder) / name).is_dir()]
     for name in replaced:
         check_component(Path(str(folder)), name, index[name][1], "--checkpoint")
@@ -252,7 +254,7 @@ def _check_needs(folders: list[_Folder]) -> None:
     needs, models, said = [], {}, {}
     for folder in folders:
         copies = folder.model["copies"]
-        side = model_resolution(copies["model_dir"])
+        side, _ = sides(copies["model_dir"])
         images = folder.missing.values()
         sizes = [3 * (record["height"] or side) * (record["width"] or side) + 4096 for record in images]
         if not is_remote(folder.location):

@@ -44,7 +44,8 @@ class Family:
     weights. tokens: the length of a prompt
     where the pipeline limits it, not the tokenizer. lora: {layers: names of the denoiser's modules that get an
     adapter}. webui: {component: prefix of its modules in LoRA files of web UIs}, empty where these read the names of
-    Diffusers. lr, lora_lr, trains_text_encoders, guidance_scale, num_inference_steps: defaults.
+    Diffusers. trains_whole: whether all weights can be trained, not only a LoRA. lr, lora_lr, trains_text_encoders,
+    guidance_scale, num_inference_steps: defaults.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Family:
     tokens: ClassVar[dict[str, int]] = {}
     lora: ClassVar[dict[str, tuple[str, ...]]]
     webui: ClassVar[dict[str, str]] = {}
+    trains_whole: bool = True
     lr: float = 1e-6
     lora_lr: float = 1e-4
     trains_text_encoders: bool = False
@@ -244,6 +246,7 @@ class SD3(Family):
     trainable = ("text_encoder", "text_encoder_2")
     large = ("text_encoder_3",)
     tokens: ClassVar = {"text_encoder_3": 256}
+    trains_whole = False
     lora: ClassVar = {"attention": JOINT_LORA, "all": JOINT_LORA_ALL}
     guidance_scale = 7.0
     num_inference_steps = 28
@@ -266,6 +269,14 @@ class SD3(Family):
         prompt = torch.cat([clips, t5["hidden"]], dim=-2)  # B L+256 D
         return {"prompt": prompt, "pooled": torch.cat([first["pooled"], second["pooled"]], dim=-1)}
 
+    def unused(self, component, module):
+        """Return the queries of the text in the last block, whose output is dropped: their gradient is zero."""
+        if component != self.denoiser:
+            return []
+        last = f"transformer_blocks.{len(module.transformer_blocks) - 1}.attn."
+        queries = (f"{last}add_q_proj.", f"{last}norm_added_q.")
+        return [name for name, _ in module.named_parameters() if name.startswith(queries)]
+
     def objective(self, model_dir, snr_gamma=None):
         return load_flow(model_dir, snr_gamma)
 
@@ -284,6 +295,7 @@ class FLUX(Family):
     trainable = ()
     large = ("text_encoder_2",)
     tokens: ClassVar = {"text_encoder_2": 512}
+    trains_whole = False
     lora: ClassVar = {"attention": JOINT_LORA, "all": JOINT_LORA_ALL}
     guidance_scale = 3.5
     num_inference_steps = 28
@@ -338,6 +350,15 @@ def load_flow(model_dir: str | Path, snr_gamma: float | None) -> Flow:
 
 
 FAMILIES = {family.pipeline: family for family in (SD(), SDXL(), SD3(), FLUX())}
+
+
+def sides(model_dir: str | Path) -> tuple[int, int]:
+    """Return (side of the images that a pipeline draws, in pixels, number of which sides are multiples).
+
+    Of a pipeline of no family, what is true of most.
+    """
+    family = FAMILIES.get(read_index(model_dir).get("_class_name", ""))
+    return family.sizes(model_dir)[:2] if family else (model_resolution(model_dir), side_multiple(model_dir))
 
 
 def find_family(model_dir: str | Path, supported: Iterable[str] = tuple(FAMILIES)) -> Family:

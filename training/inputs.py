@@ -7,31 +7,30 @@ from typing import Any
 from common import cli, targets
 from common.errors import BadInput
 from pipelines.configs import check_resolution
-from pipelines.families import Family, Sizes, find_family
+from pipelines.families import FAMILIES, Family, Sizes, find_family
 from pipelines.model_folder import check_pipeline, digest_model
-
-PIPELINES = ("StableDiffusionPipeline",)  # classes of the models that can be trained
 
 
 def check_inputs(
-    args: argparse.Namespace, settings: Sequence[str], prompts: str, **inputs: str | None
+    args: argparse.Namespace,
+    settings: Sequence[str],
+    prompts: str,
+    supported: Sequence[str] = tuple(FAMILIES),
+    **inputs: str | None,
 ) -> dict[str, Any]:
     """Check the model, the resolution, the prompts and the folders; return the settings that decide the weights.
 
     Flags that are None are set to the defaults of the model. settings: names of flags; the model's digest is added.
-    prompts: the flag of the prompts to draw. inputs: folders by flag that --output_dir must not replace.
+    prompts: the flag of the prompts to draw. supported: classes of pipelines. inputs: folders by flag that --output_dir
+    must not replace.
     """
     check_pipeline(args.model_dir)
-    family = find_family(args.model_dir, PIPELINES)
+    family = find_family(args.model_dir, supported)
     sizes = family.sizes(args.model_dir)
     use_defaults(args, family, sizes)
     check_resolution(args.model_dir, "--resolution", args.resolution, sizes.multiple)
     for prompt in getattr(args, prompts):
         cli.check_text(f"--{prompts}", prompt)
-    if getattr(args, "train_text_encoder", False) and not family.trainable:
-        raise BadInput(f"--train_text_encoder: the text encoders of {args.model_dir} cannot be trained: leave it out")
-    if getattr(args, "text_encoder_lr", None) and not args.train_text_encoder:
-        raise BadInput("--text_encoder_lr has no effect without --train_text_encoder: leave it out")
     targets.check_apart(args.output_dir, work_dir=args.work_dir, model_dir=args.model_location, **inputs)
     for name in ("output_dir", "work_dir"):
         targets.check_writable(getattr(args, name), f"--{name}")
@@ -49,3 +48,16 @@ def use_defaults(args: argparse.Namespace, family: Family, sizes: Sizes) -> None
     for name, value in defaults.items():
         if getattr(args, name, value) is None:
             setattr(args, name, value)
+
+
+def check_method(args: argparse.Namespace) -> None:
+    """Raise BadInput unless the model can be trained in the way that the flags of train.py ask for."""
+    family = find_family(args.model_dir)
+    if not args.lora and not family.trains_whole:
+        raise BadInput(f"--model_dir {args.model_dir}: all weights of {family.name} are too many: pass --lora RANK")
+    if args.train_text_encoder and not family.trainable:
+        raise BadInput(f"--train_text_encoder: the text encoders of {family.name} cannot be trained: leave it out")
+    if args.text_encoder_lr and not args.train_text_encoder:
+        raise BadInput("--text_encoder_lr has no effect without --train_text_encoder: leave it out")
+    if args.snr_gamma is not None:
+        family.objective(args.model_dir, args.snr_gamma)
