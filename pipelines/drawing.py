@@ -22,7 +22,7 @@ from common.storage import absolute, is_remote, split
 from common.targets import Files, Held, check_writable, join_name, lock
 from pipelines import loading, lora
 from pipelines.configs import check_resolution, components
-from pipelines.families import sides
+from pipelines.families import FAMILIES, family_of, sides
 from pipelines.image_folder import read_metadata, wanted_images, whole_images, write_metadata
 from pipelines.model_folder import LORA_FILE, check_component, check_model, check_pipeline
 from pipelines.samplers import SAMPLER
@@ -81,8 +81,8 @@ class ImageDrawer:
         )
         with no_gc():
             pipeline = loading.load_pipeline(model_dir, dtype, checkpoint, model["safety_checker"])
-        self.pipeline = pipeline.to(self.device)
-        lora.fuse_all(model.get("loras", ()), model_dir, self.pipeline)
+        lora.fuse_all(model.get("loras", ()), model_dir, pipeline)
+        self.pipeline = loading.move_pipeline(pipeline, self.device)
         self.model = model
 
     def _draw(self, records, attempt):
@@ -137,13 +137,18 @@ def make_copies(model: dict[str, Any]) -> dict[str, str | None]:
 def check_model_and_sampler(model: dict[str, Any], sampler: dict[str, Any]) -> None:
     """Raise BadInput or CheckFailed unless a model's files are whole and it can draw with the sampler's settings.
 
-    If only one of height and width is given, sets the other one in `sampler` to the model's own.
+    What is None in `sampler` is set to the model's own value, height and width only if one of them is given.
     """
     model_dir, folder = make_copies(model).values()
     assert model_dir is not None, "a model has a folder"
     index = check_pipeline(model_dir)
     if sampler["sampler"] == "dpm++" and "FlowMatch" in (scheduler := index["scheduler"][1]):
         raise BadInput(f"--sampler dpm++ cannot replace the {scheduler} of {model_dir}: use --sampler model")
+    family = family_of(model_dir) or FAMILIES["StableDiffusionPipeline"]
+    for name in ("num_inference_steps", "guidance_scale"):
+        sampler[name] = getattr(family, name) if sampler[name] is None else sampler[name]
+    if sampler["negative_prompt"] and not family.is_guided_by_prompt:
+        raise BadInput(f"--negative_prompt has no effect on {model_dir}, which is guided by a number: leave it out")
     if sampler["height"] or sampler["width"]:  # Diffusers ignores one without the other
         side, multiple = sides(model_dir)
         for name in ("height", "width"):

@@ -44,8 +44,9 @@ class Family:
     weights. tokens: the length of a prompt
     where the pipeline limits it, not the tokenizer. lora: {layers: names of the denoiser's modules that get an
     adapter}. webui: {component: prefix of its modules in LoRA files of web UIs}, empty where these read the names of
-    Diffusers. trains_whole: whether all weights can be trained, not only a LoRA. lr, lora_lr, trains_text_encoders,
-    guidance_scale, num_inference_steps: defaults.
+    Diffusers. trains_whole: whether all weights can be trained, not only a LoRA. recomputes: whether activations are
+    recomputed on a GPU (gradient checkpointing) unless a flag says otherwise. lr, lora_lr, trains_text_encoders,
+    guidance_scale, num_inference_steps: defaults. is_guided_by_prompt: whether a negative prompt has an effect.
     """
 
     name: str
@@ -58,11 +59,13 @@ class Family:
     lora: ClassVar[dict[str, tuple[str, ...]]]
     webui: ClassVar[dict[str, str]] = {}
     trains_whole: bool = True
+    recomputes: bool = True
     lr: float = 1e-6
     lora_lr: float = 1e-4
     trains_text_encoders: bool = False
     guidance_scale: float
     num_inference_steps: int
+    is_guided_by_prompt: bool = True
 
     def sizes(self, model_dir: str | Path) -> Sizes:
         """Return the sizes of a model, from its configuration."""
@@ -163,6 +166,7 @@ class SD(Family):
     encoders = trainable = ("text_encoder",)
     lora: ClassVar = {"attention": UNET_LORA, "all": UNET_LORA_ALL}
     webui: ClassVar = {"unet": "lora_unet", "text_encoder": "lora_te"}
+    recomputes = False
     lr = 5e-6
     trains_text_encoders = True
     guidance_scale = 7.5
@@ -298,6 +302,7 @@ class FLUX(Family):
     trains_whole = False
     lora: ClassVar = {"attention": JOINT_LORA, "all": JOINT_LORA_ALL}
     guidance_scale = 3.5
+    is_guided_by_prompt = False
     num_inference_steps = 28
 
     def _resolution(self, model_dir):
@@ -352,12 +357,17 @@ def load_flow(model_dir: str | Path, snr_gamma: float | None) -> Flow:
 FAMILIES = {family.pipeline: family for family in (SD(), SDXL(), SD3(), FLUX())}
 
 
+def family_of(model_dir: str | Path) -> Family | None:
+    """Return the family of a model folder, None for a pipeline of no family, which can be drawn with all the same."""
+    return FAMILIES.get(read_index(model_dir).get("_class_name", ""))
+
+
 def sides(model_dir: str | Path) -> tuple[int, int]:
     """Return (side of the images that a pipeline draws, in pixels, number of which sides are multiples).
 
     Of a pipeline of no family, what is true of most.
     """
-    family = FAMILIES.get(read_index(model_dir).get("_class_name", ""))
+    family = family_of(model_dir)
     return family.sizes(model_dir)[:2] if family else (model_resolution(model_dir), side_multiple(model_dir))
 
 

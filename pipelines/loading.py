@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
+PART_FOR_WEIGHTS = 0.7  # of a GPU's free memory; the rest is for activations
+
 
 def set_up_torch(device_type: str, num_threads: int | None = None, mixed_precision: str = "auto") -> None:
     """Set the number of threads and the precision of float32 operations, and silence the libraries.
@@ -148,6 +150,19 @@ def load_pipeline(
     if checkpoint is not None and Path(checkpoint, LORA_FILE).is_file():
         lora.fuse(lora.read(Path(checkpoint, LORA_FILE), model_dir), pipeline.components)
     return pipeline
+
+
+def move_pipeline(pipeline: Any, device: torch.device | str) -> Any:
+    """Return a pipeline moved to a device; if it does not fit into a GPU, each component moves when it is used."""
+    import torch
+
+    if torch.device(device).type == "cuda":
+        modules = [each for each in pipeline.components.values() if isinstance(each, torch.nn.Module)]
+        size = sum(parameter.nbytes for module in modules for parameter in module.parameters())
+        if size > PART_FOR_WEIGHTS * torch.cuda.mem_get_info(device)[0]:
+            pipeline.enable_model_cpu_offload(device=device)
+            return pipeline
+    return pipeline.to(device)
 
 
 def draw_images(

@@ -20,7 +20,7 @@ from common.messages import say
 from common.objects import local_copy
 from common.storage import absolute
 from pipelines.configs import components, read_index
-from pipelines.families import FAMILIES
+from pipelines.families import family_of
 from pipelines.model_folder import LORA_FILE, component_files, digest_model
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def weight_shapes(model_dir: str | Path) -> dict[str, dict[str, tuple[int, ...]]
 
 def _owners(model_dir: str | Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[str, str]]:
     """Return {name in a file, without its end: (component, module)}, in all spellings that programs use."""
-    family = FAMILIES.get(read_index(model_dir).get("_class_name", ""))
+    family = family_of(model_dir)
     owners = {}
     for component, modules in shapes.items():
         prefix = family.webui.get(component) if family else None

@@ -14,8 +14,10 @@ def add_sampler_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags in SAMPLER."""
     help_text = "scheduler to draw with; model: the model's own; dpm++: DPM-Solver++, which needs only 20 to 25 steps"
     group.add_argument("--sampler", choices=("model", "dpm++"), default="model", help=help_text)
-    group.add_argument("--num_inference_steps", type=positive_int, default=50, help="denoising steps per image")
-    group.add_argument("--guidance_scale", type=non_negative_float, default=7.5, help="classifier-free guidance scale")
+    help_text = "denoising steps per image; default: by the model, 50 for Stable Diffusion, 28 for SD 3 and FLUX"
+    group.add_argument("--num_inference_steps", type=positive_int, help=help_text)
+    help_text = "guidance scale; default: by the model, 7.5 for Stable Diffusion, 5 for SDXL, 7 for SD 3, 3.5 for FLUX"
+    group.add_argument("--guidance_scale", type=non_negative_float, help=help_text)
     group.add_argument("--negative_prompt", default="", help="prompt for what the images should not show")
     group.add_argument("--height", type=positive_int, help="image height in pixels; default: the model's own")
     group.add_argument("--width", type=positive_int, help="image width in pixels; default: the model's own")

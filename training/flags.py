@@ -31,7 +31,7 @@ def add_optimizer_flags(
     snr = "weight the loss by min-SNR (arXiv 2303.09556) with this gamma, usually 5; default: no weighting"
     group.add_argument("--snr_gamma", type=cli.positive_float, help=snr)
     checkpointing = "recompute activations in the backward pass: less memory, about a third more time per step"
-    group.add_argument("--gradient_checkpointing", action="store_true", help=checkpointing)
+    add_switch(group, "gradient_checkpointing", None, f"{checkpointing}; default: on a GPU for SDXL, SD 3 and FLUX")
 
 
 def add_lora_flags(group: argparse._ArgumentGroup) -> None:

@@ -21,13 +21,13 @@ def load_modules(
     folder: Path | None,
     device: torch.device,
     train_text_encoder: bool,
-    gradient_checkpointing: bool,
+    gradient_checkpointing: bool | None,
     channels_last: bool,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Return {name: module to train}, from checkpoint `folder` if there is one.
 
-    dtype: of the weights, float32 by default.
+    gradient_checkpointing: None for the family's default. dtype: of the weights, float32 by default.
     """
     import torch
 
@@ -37,6 +37,8 @@ def load_modules(
     modules = {name: module.to(device).train() for name, module in modules.items()}
     if channels_last:
         modules[family.denoiser].to(memory_format=torch.channels_last)
+    if gradient_checkpointing is None:
+        gradient_checkpointing = family.recomputes and device.type == "cuda"
     for name, module in modules.items():
         module.requires_grad_(True)
         for each in family.unused(name, module):

@@ -48,7 +48,7 @@ def publish_pipeline(
             adapters.write_result(weights, beside, base_name(output.output_dir), settings, output.model_dir, base)
         if settings.merge or not settings.lora:
             write_pipeline(pipeline, output.model_dir, beside, trained_parts(weights, output.model_dir))
-        pipeline.to(device)
+        pipeline = loading.move_pipeline(pipeline, device)
         draw_samples(pipeline, beside / "samples", prompts, images)
         shutil.copy(scratch(output.work_dir) / LOG, beside / TRAINING_LOG)
         text = card(sorted((beside / "samples").iterdir()))

@@ -79,13 +79,14 @@ ALL_WEIGHTS = Adapters()  # no LoRA
 class Compute:
     """What a worker computes with.
 
-    num_workers: with `min_workers` the largest number. num_threads: CPU threads of a Ray worker, None without Ray.
-    is_on_cluster: whether Ray was joined rather than started; nodes may leave it.
+    num_workers: with `min_workers` the largest number. gradient_checkpointing: None for the default of the family.
+    num_threads: CPU threads of a Ray worker, None without Ray. is_on_cluster: whether Ray was joined rather than
+    started; nodes may leave it.
     """
 
     num_workers: int
     mixed_precision: str
-    gradient_checkpointing: bool
+    gradient_checkpointing: bool | None
     num_threads: int | None = None
     min_workers: int | None = None
     is_on_cluster: bool = False

@@ -266,7 +266,7 @@ PRETRAIN_FLAGS = """
 
 RUN_MODEL_FLAGS = """
     checkpoint no_safety_checker prompts prompts_file num_samples_per_prompt seed sampler num_inference_steps
-    guidance_scale negative_prompt height width batch_size
+    guidance_scale negative_prompt height width batch_size lora
 """
 
 
@@ -276,7 +276,8 @@ TRAIN_FLAGS = """
     max_train_steps lr lr_scheduler lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay
     use_8bit_adam reduce_dtype train_text_encoder gradient_checkpointing compile seed validation_prompts
     validation_steps num_validation_images guidance_scale checkpointing_steps checkpoints_total_limit
-    keep_checkpoints log_every push_to_hub hub_public
+    keep_checkpoints log_every push_to_hub hub_public text_encoder_lr lora lora_alpha lora_dropout lora_layers rslora
+    save_dtype merge
 """
 
 
@@ -284,6 +285,7 @@ EVALUATE_FLAGS = """
     base_model_dir instance_images_dir class_images_dir skip_bad_images no_safety_checker instance_prompt class_prompt
     unique_token class_name prompts_file num_samples_per_prompt num_class_images seed sampler num_inference_steps
     guidance_scale negative_prompt height width clip_model dino_model memorised_above fail_under fail_above batch_size
+    lora
 """
 
 
@@ -296,6 +298,7 @@ THEIR_NAMES = {  # of Diffusers' train_dreambooth.py, for flags of ours
         "num_train_epochs": "num_epochs",
         "learning_rate": "lr",
         "validation_prompt": "validation_prompts",
+        "rank": "lora",
     },
     "run_model": {"sample_batch_size": "batch_size"},
 }

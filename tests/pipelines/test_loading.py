@@ -267,3 +267,15 @@ def test_the_scheduler_comes_back_after_an_error():
 )
 def test_without_a_safety_checker_nothing_is_flagged(output):
     assert draw_images(lambda *args, **options: output, ["a"] * 2, [1, 2]) == ([1, 2], [False, False])
+
+
+@pytest.mark.parametrize(("free", "moved"), [(2000, "cuda"), (1000, "offload cuda")])
+def test_a_pipeline_that_does_not_fit_into_a_gpu_is_moved_in_parts(free, moved, monkeypatch):
+    """1,000 bytes of weights, in a stub, as there is no GPU."""
+    weights = torch.nn.Linear(250, 1, bias=False)
+    pipeline = SimpleNamespace(components={"unet": weights, "scheduler": None}, said=[])
+    pipeline.to = lambda device: pipeline.said.append(device) or pipeline
+    pipeline.enable_model_cpu_offload = lambda device: pipeline.said.append(f"offload {device}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 4000))
+    assert loading.move_pipeline(pipeline, "cuda") is pipeline and pipeline.said == [moved]
+    assert loading.move_pipeline(pipeline, "cpu").said[1:] == ["cpu"]
