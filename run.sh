@@ -46,7 +46,8 @@ EVALUATION_DIR=${EVALUATION_DIR:-$(inside "$DATA_PREFIX" evaluation)}
 # The rank of a LoRA, such as 16, to train in place of all weights: a file of some megabytes. Empty: all weights.
 LORA=${LORA:-}
 
-# Settings: those of the DreamBooth paper for Stable Diffusion. The embedded 64-pixel model learns faster.
+# Settings: those of the DreamBooth paper; an empty one is the model's own, as the scripts know it. The embedded 64-pixel
+# model learns faster.
 if [[ $ORIG_MODEL_NAME -ef models/emoji-64 ]]; then
     PROMPT_START=${PROMPT_START:-a 3d emoji of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-50}
@@ -64,16 +65,17 @@ else
     PROMPT_START=${PROMPT_START:-photo of a}
     NUM_CLASS_IMAGES=${NUM_CLASS_IMAGES:-200}
     NUM_EVALUATION_IMAGES=${NUM_EVALUATION_IMAGES:-4} # of each prompt
-    NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-50}
-    GUIDANCE_SCALE=${GUIDANCE_SCALE:-7.5}
-    LR=${LR:-${LORA:+1e-4}}
-    LR=${LR:-5e-6}
+    NUM_INFERENCE_STEPS=${NUM_INFERENCE_STEPS:-}
+    GUIDANCE_SCALE=${GUIDANCE_SCALE:-}
+    LR=${LR:-}
     NUM_TRAIN_PAIRS=${NUM_TRAIN_PAIRS:-800} # on one worker as many steps, on eight workers an eighth of the steps
     RANDOM_FLIP=${RANDOM_FLIP:---random_flip}
     CLIP_MODEL=${CLIP_MODEL:-openai/clip-vit-base-patch32}
     DINO_MODEL=${DINO_MODEL:-facebook/dino-vits16}
     PROMPTS_FILE=${PROMPTS_FILE:-prompts/living.txt} # for an object instead of a pet: prompts/objects.txt
 fi
+SAMPLER=(${NUM_INFERENCE_STEPS:+--num_inference_steps "$NUM_INFERENCE_STEPS"}
+    ${GUIDANCE_SCALE:+--guidance_scale "$GUIDANCE_SCALE"})
 MAX_TRAIN_STEPS=${MAX_TRAIN_STEPS:-} # if it is set, it overrides NUM_TRAIN_PAIRS
 PRIOR_LOSS_WEIGHT=${PRIOR_LOSS_WEIGHT:-1}
 NUM_WORKERS=${NUM_WORKERS:-} # empty: the default of each script
@@ -136,8 +138,7 @@ step_3() { # draw class images with the base model
         --output_dir "$IMAGES_REG_DIR" \
         --prompts "$CLASS_PROMPT" \
         --num_samples_per_prompt "$NUM_CLASS_IMAGES" \
-        --num_inference_steps "$NUM_INFERENCE_STEPS" \
-        --guidance_scale "$GUIDANCE_SCALE" \
+        "${SAMPLER[@]}" \
         --batch_size "$BATCH_SIZE" \
         "${WORKERS[@]}" \
         "${DRAW_WORDS[@]}"
@@ -160,14 +161,14 @@ step_4() { # fine-tune the text encoder and the UNet
         --class_images_dir "$IMAGES_REG_DIR" \
         --class_prompt "$CLASS_PROMPT" \
         --unique_token "$UNIQUE_TOKEN" \
-        --lr "$LR" \
+        ${LR:+--lr "$LR"} \
         ${LORA:+--lora "$LORA"} \
         --prior_loss_weight "$PRIOR_LOSS_WEIGHT" \
         "${length[@]}" \
         "$RANDOM_FLIP" \
         --validation_prompts "$INSTANCE_PROMPT" \
         --validation_prompts "$CLASS_PROMPT" \
-        --guidance_scale "$GUIDANCE_SCALE" \
+        ${GUIDANCE_SCALE:+--guidance_scale "$GUIDANCE_SCALE"} \
         "${WORKERS[@]}" \
         "${TRAIN_WORDS[@]}"
     echo "The validation images are in $(shown "$(inside "$TUNED_MODEL_DIR" validation/strip.png)")" >&2
@@ -190,8 +191,7 @@ step_5() { # draw the subject
         --prompts "$INSTANCE_PROMPT on a red background" \
         --prompts "$INSTANCE_PROMPT on a blue background" \
         --num_samples_per_prompt 5 \
-        --num_inference_steps "$NUM_INFERENCE_STEPS" \
-        --guidance_scale "$GUIDANCE_SCALE" \
+        "${SAMPLER[@]}" \
         --batch_size "$BATCH_SIZE" \
         "${WORKERS[@]}" \
         "${DRAW_WORDS[@]}"
@@ -215,8 +215,7 @@ step_6() { # measure what the model learned and forgot, and write a report
         --num_samples_per_prompt "$NUM_EVALUATION_IMAGES" \
         --clip_model "$CLIP_MODEL" \
         --dino_model "$DINO_MODEL" \
-        --num_inference_steps "$NUM_INFERENCE_STEPS" \
-        --guidance_scale "$GUIDANCE_SCALE" \
+        "${SAMPLER[@]}" \
         --batch_size "$BATCH_SIZE" \
         "${WORKERS[@]}" \
         "${DRAW_WORDS[@]}"

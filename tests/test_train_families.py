@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from conftest import make_photos
+from conftest import last_json, make_photos
 from safetensors.torch import load_file
 from test_train import command, losses, no_card_images  # noqa: F401
 from test_train_lora import adapters_of, draw  # noqa: F401
+from tiny_models import make_tiny_clip, make_tiny_dino, random_lora, write_lora
 
+import evaluate
 from common import errors
 from pipelines.families import find_family
 from utils import draw_noise
@@ -139,3 +141,20 @@ def test_validation_pictures(name, command, tiny_families):  # noqa: F811
 def test_what_a_family_cannot_do_is_refused(name, flags, said, command, tiny_families):  # noqa: F811
     with pytest.raises(errors.BadInput, match=said):
         command(model_dir=tiny_families[name], **flags)
+
+
+@pytest.mark.parametrize("name", ALL[1:])
+def test_a_lora_is_evaluated(name, tiny_families, tiny_model, photos, class_images, tmp_path, capsys):
+    """SD has tests of its own."""
+    model_dir = tiny_families[name]
+    path = write_lora(random_lora(model_dir), tmp_path / "lora.safetensors")
+    encoders = (make_tiny_clip(tmp_path / "clip", tiny_model / "tokenizer"), make_tiny_dino(tmp_path / "dino"))
+    flags = {"model_dir": model_dir, "base_model_dir": model_dir, "lora": path, "output_dir": tmp_path / "out"}
+    flags |= {"instance_images_dir": photos, "class_images_dir": class_images, "num_workers": 0}
+    flags |= {"instance_prompt": "a unqtkn cat", "class_prompt": "a cat", "num_samples_per_prompt": 3}
+    flags |= {"num_class_images": 4, "num_inference_steps": 1, "height": 16, "width": 16}
+    flags |= {"clip_model": encoders[0], "dino_model": encoders[1]}
+    words = [str(word) for flag, value in flags.items() for word in (f"--{flag}", value)]
+    evaluate.main(evaluate.parse_args(words))
+    measures = last_json(capsys.readouterr().out)["measures"]
+    assert measures["subject_clip"]["tuned"]["value"] != measures["subject_clip"]["base"]["value"]
