@@ -25,10 +25,9 @@ from dataset import Batches, Pairs, cache_posteriors
 from pipelines import loading
 from pipelines.conditions import encode_prompts
 from pipelines.configs import read_config
-from pipelines.families import find_family
+from pipelines.families import find_family, say_what_is_cut
 from pipelines.model_folder import check_model, count_weights
 from pipelines.prompts import check_prompts
-from pipelines.tokens import say_what_is_cut
 from pipelines.upload import add_hub_flags, check_hub_flags
 from training import adapters, checkpoints, driver, flags, launch, loop, parallel, resuming, validation
 from training.inputs import check_inputs, check_method

@@ -22,11 +22,10 @@ from common.storage import absolute, is_remote, split
 from common.targets import Files, Held, check_writable, join_name, lock
 from pipelines import loading, lora
 from pipelines.configs import check_resolution, components
-from pipelines.families import FAMILIES, family_of, sides
+from pipelines.families import FAMILIES, family_of, say_what_is_cut, sides
 from pipelines.image_folder import read_metadata, wanted_images, whole_images, write_metadata
 from pipelines.model_folder import LORA_FILE, check_component, check_model, check_pipeline
 from pipelines.samplers import SAMPLER
-from pipelines.tokens import say_what_is_cut
 from utils import image_seed
 
 MAX_REDRAWS = 10  # per image, if the safety checker flags it

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from common.errors import BadInput
+from pipelines import tokens
 from pipelines.configs import model_resolution, pixel_factor, read_config, read_index, side_multiple
 from pipelines.objectives import Diffusion, Flow, Objective
 from pipelines.tokens import tokenize
@@ -360,6 +361,13 @@ FAMILIES = {family.pipeline: family for family in (SD(), SDXL(), SD3(), FLUX())}
 def family_of(model_dir: str | Path) -> Family | None:
     """Return the family of a model folder, None for a pipeline of no family, which can be drawn with all the same."""
     return FAMILIES.get(read_index(model_dir).get("_class_name", ""))
+
+
+def say_what_is_cut(model_dir: str | Path, prompts: Iterable[str]) -> None:
+    """Print a warning for each prompt that the text encoder of the longest prompts cannot read to its end."""
+    family = family_of(model_dir)
+    encoder, length = next(iter(family.tokens.items())) if family and family.tokens else ("text_encoder", None)
+    tokens.say_what_is_cut(model_dir, prompts, encoder, length)
 
 
 def sides(model_dir: str | Path) -> tuple[int, int]:

@@ -118,13 +118,15 @@ def tokenize(
     ]
 
 
-def say_what_is_cut(model_dir: str | Path, prompts: Iterable[str]) -> None:
-    """Print a warning with the truncated words for each prompt that exceeds the model's number of tokens."""
-    length = max_tokens(model_dir)
+def say_what_is_cut(
+    model_dir: str | Path, prompts: Iterable[str], encoder: str = "text_encoder", length: int | None = None
+) -> None:
+    """Print a warning with the truncated words for each prompt that exceeds `length`; default: the text encoder's."""
+    length = length or max_tokens(model_dir, encoder)
     for prompt in prompts:
         if len(prompt.encode()) + 2 <= length:  # a token has at least one byte: no need to import transformers
             continue
-        tokenizer = _load_tokenizer(model_dir)
+        tokenizer = _load_tokenizer(model_dir, encoder)
         ids = tokenizer(prompt, truncation=False, verbose=False).input_ids
         if len(ids) > length:
             shown, lost = one_line(prompt, 100), one_line(tokenizer.decode(ids[length - 1 : -1]), 400)

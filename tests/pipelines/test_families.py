@@ -11,7 +11,7 @@ from tiny_models import RESOLUTION, make_tiny_flux
 
 from common import errors
 from pipelines import loading
-from pipelines.families import CLIP_LORA, FAMILIES, SDXL, Sizes, find_family
+from pipelines.families import CLIP_LORA, FAMILIES, SDXL, Sizes, find_family, say_what_is_cut
 from pipelines.objectives import Diffusion, Flow
 
 NAMES = ["sd", "sdxl", "sd3", "flux"]
@@ -275,3 +275,12 @@ def test_t5_is_not_trained(family, pipeline):
     for encoder in family.encoders:
         is_t5 = getattr(pipeline, encoder).config.model_type == "t5"
         assert is_t5 is (encoder in family.tokens) and not (is_t5 and encoder in family.trainable)
+
+
+def test_what_is_cut_is_what_no_encoder_reads(tiny_families, capsys):
+    """The CLIPs of the tiny models read 16 tokens, a letter each; T5 reads 256, and FLUX's 512."""
+    for name, longest in (("sd", 22), ("sdxl", 14), ("sd3", 255), ("flux", 511)):
+        say_what_is_cut(tiny_families[name], ["x" * (longest - 1)])
+        assert not capsys.readouterr().err, name
+        say_what_is_cut(tiny_families[name], ["x" * (longest + 1)])
+        assert "is ignored" in capsys.readouterr().err, name
