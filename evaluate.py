@@ -35,7 +35,7 @@ from evaluation.pictures import draw_sets, measure_sets
 from evaluation.report import make_report
 from evaluation.subject import Prompts, find_subject, read_templates
 from pipelines.configs import base_name
-from pipelines.drawing import check_model_and_sampler, make_copies
+from pipelines.drawing import check_model_and_sampler, explain_folders, make_copies
 from pipelines.lora import add_lora_flag, describe, find_file
 from pipelines.model_folder import check_pipeline, digest_model
 from pipelines.samplers import SAMPLER, add_sampler_flags
@@ -232,7 +232,10 @@ def check_limits(
 
 
 def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """Draw, embed and measure; write the report and evaluation.json, and return the latter."""
+    """Draw, embed and measure; write the report and evaluation.json, and return the latter.
+
+    With --dry_run, return the settings and what would be drawn.
+    """
     photos, class_images = (check_images(plan.images[name], args.skip_bad_images) for name in IMAGES_DIRS)
     prompts = plan.prompts
     check_counts(args, len(photos), len(class_images), len(prompts.templates))
@@ -249,6 +252,9 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         "base": (folder["images-base"], prompts.of_subject, args.num_samples_per_prompt, base),
         "class_tuned": (folder["class-tuned"], [args.class_prompt], len(class_images), tuned),
     }
+    if args.dry_run:
+        drawn = explain_folders(list(wanted.values()), args.seed, plan.sampler, args.overwrite)
+        return {"dry_run": True, "settings": plan.settings, **drawn}
     pool = {"num_workers": args.num_workers, **cli.placement(args)}
     with targets.lock(args.output_dir) as held:
         output = targets.Files(args.output_dir, held)
@@ -284,6 +290,9 @@ def main(args: argparse.Namespace) -> None:
     evaluation = find_finished(args.output_dir, plan.settings, args.overwrite)
     if evaluation is None:
         evaluation = evaluate(args, plan)
+        if args.dry_run:
+            messages.print_result(**evaluation)
+            return
     else:
         messages.say(f"{args.output_dir} already holds this evaluation: nothing to do")
         evaluation["drawn"] = 0

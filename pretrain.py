@@ -307,11 +307,24 @@ def plan_steps(args, settings, data, num_workers):
     return args.max_steps or driver.steps_of(args.max_epochs * rows, per_step)
 
 
+def check_needs(args, settings):
+    """Check the model's files and the disk space; return (number of weights that are trained, resuming.Needs)."""
+    weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
+    needs = resuming.find_needs(args, weights, 3 + bool(args.ema_decay))
+    resuming.check_disk(args, needs)
+    check_model(args.model_dir)
+    return weights, needs
+
+
+def explain(args, settings, data):
+    """Check what `train` checks and return what it needs, for --dry_run: rows, weights that train, bytes."""
+    weights, needs = check_needs(args, settings)
+    return {"rows": sum(data.chunk_rows), "trained_weights": weights, "disk_bytes": asdict(needs)}
+
+
 def train(args, settings, data, steps, num_workers, owner):
     """Run the workers; return what rank 0 returns."""
-    weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
-    resuming.check_disk(args, weights, 3 + bool(args.ema_decay))
-    check_model(args.model_dir)
+    check_needs(args, settings)
     count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
     pool = {"num_workers": 0}
     if num_workers and count:
@@ -339,7 +352,7 @@ def main(args):
     args.model_location, args.model_dir = args.model_dir, str(local_copy(args.model_dir))
     settings, data = read_inputs(args)
     plan, work = partial(plan_steps, args, settings, data), partial(train, args, settings, data)
-    driver.run_training(args, settings, plan, work)
+    driver.run_training(args, settings, plan, work, lambda steps: explain(args, settings, data))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from common.cli import (
 from common.errors import BadInput
 from common.messages import print_result
 from common.storage import absolute
-from pipelines.drawing import check_model_and_sampler, draw_folder, make_copies
+from pipelines.drawing import check_model_and_sampler, draw_folder, explain_folders, make_copies
 from pipelines.lora import add_lora_flag, describe
 from pipelines.prompts import read_prompts_file, unique_prompts
 from pipelines.samplers import SAMPLER, add_sampler_flags
@@ -92,6 +92,10 @@ def main(args: argparse.Namespace) -> None:
     check_model_and_sampler(model, sampler)
     pool = {"batch_size": args.batch_size, "num_workers": args.num_workers, **placement(args)}
     count = args.num_samples_per_prompt
+    if args.dry_run:
+        job = (args.output_dir, prompts, count, model)
+        print_result(dry_run=True, settings=sampler, **explain_folders([job], args.seed, sampler, args.overwrite))
+        return
     drawn, records = draw_folder(args.output_dir, prompts, count, args.seed, model, sampler, args.overwrite, **pool)
     print_result(output_dir=absolute(args.output_dir), drawn=drawn, images=len(records))
 

@@ -10,7 +10,7 @@ to --output_dir; checkpoints, the latent cache and logs to --work_dir. Run the c
 """
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from pipelines.families import find_family, say_what_is_cut
 from pipelines.model_folder import check_model, count_weights
 from pipelines.prompts import check_prompts
 from pipelines.upload import add_hub_flags, check_hub_flags
-from training import adapters, checkpoints, driver, flags, launch, loop, parallel, resuming, validation
+from training import adapters, checkpoints, driver, estimate, flags, launch, loop, parallel, resuming, validation
 from training.inputs import check_inputs, check_method
 from training.modules import join_modules, load_modules
 from training.optimizer import make_optimizer
@@ -307,30 +307,57 @@ def plan_steps(args, settings, images, num_workers):
 
 
 def check_needs(args, num_rows):
-    """Check the model's files and the disk space before a model is loaded; warn of prompts that are cut off."""
+    """Check the model's files and the disk space before a model is loaded; warn of prompts that are cut off.
+
+    Returns (number of weights that are trained, resuming.Needs).
+    """
     say_what_is_cut(args.model_dir, [args.instance_prompt, args.class_prompt or "", *args.validation_prompts])
     family = find_family(args.model_dir)
     sizes, trained = family.sizes(args.model_dir), family.trained(args.train_text_encoder)
     cache = num_rows * (args.resolution // sizes.cell) ** 2 * sizes.channels * 2 * 2  # float16 mean, std
     if args.lora:
         weights = adapters.count_weights(family, args.model_dir, trained, args.lora, args.lora_layers)
-        resuming.check_disk(args, weights, 3, cache, None if args.merge else weights)
     else:
-        resuming.check_disk(args, sum(count_weights(Path(args.model_dir, name)) for name in trained), 3, cache)
+        weights = sum(count_weights(Path(args.model_dir, name)) for name in trained)
+    needs = resuming.find_needs(args, weights, 3, cache)
+    resuming.check_disk(args, needs)
     check_model(args.model_dir)
+    return weights, needs
 
 
-def train(args, settings, images, steps, num_workers, owner):
-    """Check the images, fill the latent cache and run the workers; return what rank 0 returns."""
+def check_photos(args, settings, images, steps):
+    """Decode all images once; return ({flag: usable images}, names of skipped ones, Pairs, number of pairs)."""
     usable = {name: check_images(found, args.skip_bad_images) for name, found in images.items()}
     photos, class_images = (usable.get(name, []) for name in IMAGES_DIRS)
     skipped = [split(image)[1] for name in images for image in images[name].files if image not in usable[name]]
     pairs = Pairs(len(photos), len(class_images), args.max_variants, args.seed)
-    num_pairs = steps * settings["pairs_per_step"]
-    check_needs(args, len(pairs.rows_used(num_pairs)))
     if 0 < len(class_images) < settings["pairs_per_step"]:
         holds = f"--class_images_dir holds {len(class_images)} images, a step takes {settings['pairs_per_step']} pairs"
         messages.say(f"warning: {holds}: some images are used several times in a step")
+    return usable, skipped, pairs, steps * settings["pairs_per_step"]
+
+
+def explain(args, settings, images, steps):
+    """Check what `train` checks and return what it needs, for --dry_run: weights that train, bytes."""
+    *_, pairs, num_pairs = check_photos(args, settings, images, steps)
+    weights, needs = check_needs(args, len(pairs.rows_used(num_pairs)))
+    family, rows = find_family(args.model_dir), args.train_batch_size * (2 if images.get("class_images_dir") else 1)
+    is_recomputed = family.recomputes if args.gradient_checkpointing is None else args.gradient_checkpointing
+    adam = 2 if args.use_8bit_adam else 8
+    options = (args.resolution, args.train_text_encoder, is_recomputed, from_flags(Adapters, args), adam)
+    gpu = estimate.device_bytes(family, args.model_dir, rows, *options)
+    return {
+        "trained_weights": weights,
+        "disk_bytes": asdict(needs),
+        "gpu_bytes_in_bf16": gpu | {"sum": sum(gpu.values())},
+    }
+
+
+def train(args, settings, images, steps, num_workers, owner):
+    """Check the images, fill the latent cache and run the workers; return what rank 0 returns."""
+    usable, skipped, pairs, num_pairs = check_photos(args, settings, images, steps)
+    photos, class_images = (usable.get(name, []) for name in IMAGES_DIRS)
+    check_needs(args, len(pairs.rows_used(num_pairs)))
     if num_workers:
         start_ray(args.address, args.insecure_cluster, launch.TRAINER)
     posteriors_dir = targets.join_name(args.work_dir, "posteriors")
@@ -365,7 +392,7 @@ def main(args):
     args.model_location, args.model_dir = args.model_dir, str(local_copy(args.model_dir))
     settings, images = read_inputs(args)
     plan, work = partial(plan_steps, args, settings, images), partial(train, args, settings, images)
-    driver.run_training(args, settings, plan, work)
+    driver.run_training(args, settings, plan, work, partial(explain, args, settings, images))
 
 
 if __name__ == "__main__":

@@ -1,90 +1,106 @@
-"""Estimate the GPU memory of train.py for Stable Diffusion 1.x at 512 pixels; needs no GPU.
+"""Estimate the GPU memory of train.py for the published models of each family; needs no GPU and no weights.
 
-Counts weights, gradients and AdamW's moments of the UNet and text encoder, autocast's bf16 copies, and the activations
-that a forward pass in bf16 on the meta device saves for the backward pass, with fused attention. It does not count
-norms that autocast computes in float32, buffers of libraries, and fragmentation.
+One pair of a photo and a class image in bf16 (see training.estimate for what is counted), by method: LoRA of rank 16 or
+all weights, with gradient checkpointing or without, AdamW in 32 or 8 bits. The text encoders train where train.py's
+default is so. The last line is JSON.
 
-    python -m benchmarks.memory --train_batch_size 1
+    python -m benchmarks.memory
+    python -m benchmarks.memory --models sdxl flux --train_batch_size 2
 """
 
 import argparse
 import json
+import tempfile
+from pathlib import Path
 
-import diffusers
-import torch
-from diffusers import UNet2DConditionModel
-from transformers import CLIPTextConfig, CLIPTextModel
+from pipelines.families import FAMILIES
+from training.estimate import device_bytes
+from training.task import ALL_WEIGHTS, Adapters
 
-CARDS = (16, 24, 80)  # GB
+CARDS = (8, 12, 16, 24, 80)  # GB
 FREE = 0.92  # share of a card's memory that CUDA and fragmentation leave
-TOKENS, PIXELS = 77, 512
+CLIP_L = {"vocab_size": 49408, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+          "num_attention_heads": 12, "max_position_embeddings": 77, "projection_dim": 768}  # fmt: skip
+CLIP_G = {**CLIP_L, "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
+          "num_attention_heads": 20, "projection_dim": 1280}  # fmt: skip
+T5_XXL = {"vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+          "feed_forward_proj": "gated-gelu", "is_encoder_decoder": False}  # fmt: skip
+VAE = {"block_out_channels": [128, 256, 512, 512], "latent_channels": 4}
+CLIP, PROJECTED, T5 = "CLIPTextModel", "CLIPTextModelWithProjection", "T5EncoderModel"
+SD3 = {"sample_size": 128, "patch_size": 2, "in_channels": 16, "out_channels": 16, "attention_head_dim": 64,
+       "joint_attention_dim": 4096, "pooled_projection_dim": 2048, "qk_norm": "rms_norm"}  # fmt: skip
+SD3_ENCODERS = {
+    "text_encoder": (PROJECTED, CLIP_L),
+    "text_encoder_2": (PROJECTED, CLIP_G),
+    "text_encoder_3": (T5, T5_XXL),
+}
+# {name: (pipeline, side in pixels, denoiser, its configuration, {text encoder: (class, its configuration)}, channels)}
+MODELS = {
+    "sd1": ("StableDiffusionPipeline", 512, "UNet2DConditionModel",
+            {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
+            {"text_encoder": (CLIP, CLIP_L)}, 4),
+    "sdxl": ("StableDiffusionXLPipeline", 1024, "UNet2DConditionModel",
+             {"sample_size": 128, "block_out_channels": [320, 640, 1280], "cross_attention_dim": 2048,
+              "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+              "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+              "transformer_layers_per_block": [1, 2, 10], "attention_head_dim": [5, 10, 20],
+              "use_linear_projection": True, "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+              "projection_class_embeddings_input_dim": 2816},
+             {"text_encoder": (CLIP, CLIP_L), "text_encoder_2": (PROJECTED, CLIP_G)}, 4),
+    "sd3.5-medium": ("StableDiffusion3Pipeline", 1024, "SD3Transformer2DModel",
+                     {**SD3, "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536,
+                      "pos_embed_max_size": 384, "dual_attention_layers": list(range(13))}, SD3_ENCODERS, 16),
+    "sd3.5-large": ("StableDiffusion3Pipeline", 1024, "SD3Transformer2DModel",
+                    {**SD3, "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
+                     "pos_embed_max_size": 192}, SD3_ENCODERS, 16),
+    "flux": ("FluxPipeline", 1024, "FluxTransformer2DModel",
+             {"in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
+              "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768,
+              "guidance_embeds": True, "axes_dims_rope": [16, 56, 56]},
+             {"text_encoder": (CLIP, CLIP_L), "text_encoder_2": (T5, T5_XXL)}, 16),
+}  # fmt: skip
 
 
-def make_modules(checkpointing):
-    """Return Stable Diffusion 1.x's UNet and text encoder on the meta device, without memory for their weights."""
-    with torch.device("meta"):
-        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
-        text = CLIPTextConfig(
-            vocab_size=49408, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12
-        )
-        text_encoder = CLIPTextModel(text)
-    if checkpointing:
-        unet.enable_gradient_checkpointing()
-        text_encoder.activation_checkpointing_enable()
-    return unet.to(torch.bfloat16).train(), text_encoder.to(torch.bfloat16).train()
-
-
-def saved_bytes(unet, text_encoder, rows):
-    """Return the bytes that a forward pass of `rows` rows saves for the backward pass, without the weights."""
-    weights = {id(parameter) for module in (unet, text_encoder) for parameter in module.parameters()}
-    saved = {}
-
-    def keep(tensor):
-        *_, height, width = (0, 0, *tensor.shape)
-        is_attention = height >= TOKENS and width in (height, TOKENS)  # feature maps are smaller
-        if id(tensor) not in weights and not is_attention:
-            storage = tensor.untyped_storage()
-            saved[storage._cdata] = (storage.nbytes(), tensor)  # the tensor, so that its address is not reused
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        ids = torch.zeros(rows, TOKENS, dtype=torch.long, device="meta")
-        latents = torch.zeros(rows, 4, PIXELS // 8, PIXELS // 8, dtype=torch.bfloat16, device="meta")
-        timesteps = torch.zeros(rows, dtype=torch.long, device="meta")
-        loss = unet(latents, timesteps, text_encoder(ids)[0]).sample.square().mean()
-    del loss
-    return sum(size for size, _ in saved.values())
+def write_configs(folder, name):
+    """Write the configurations of a published model as a model folder without weights."""
+    pipeline, _, denoiser, config, encoders, channels = MODELS[name]
+    parts = {FAMILIES[pipeline].denoiser: ("diffusers", denoiser, config)}
+    parts |= {part: ("transformers", *encoder) for part, encoder in encoders.items()}
+    parts["vae"] = ("diffusers", "AutoencoderKL", VAE | {"latent_channels": channels})
+    for part, (_, _, values) in parts.items():
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text(json.dumps(values))
+    index = {part: list(each[:2]) for part, each in parts.items()}
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline, **index}))
 
 
 def main(args):
-    """Print the parts, their sums and the cards that they fit on, then one JSON line."""
-    diffusers.utils.logging.set_verbosity_error()
-    rows, results = 2 * args.train_batch_size, []
-    for trains_text in (True, False):
-        for checkpointing in (False, True):
-            unet, text_encoder = make_modules(checkpointing)
-            activations = saved_bytes(unet, text_encoder.requires_grad_(trains_text), rows)
-            counts = [sum(each.numel() for each in module.parameters()) for module in (unet, text_encoder)]
-            trained = counts[0] + trains_text * counts[1]
-            for bits in (32, 8):
-                gigabytes = {
-                    "weights": 4 * sum(counts) / 1e9,
-                    "gradients": 4 * trained / 1e9,
-                    "adam": 2 * bits // 8 * trained / 1e9,
-                    "bf16 copies": 2 * sum(counts) / 1e9,
-                    "activations": activations / 1e9,
-                }
-                total = sum(gigabytes.values())
-                fits = [card for card in CARDS if total <= FREE * card]
-                results.append({"text_encoder": trains_text, "checkpointing": checkpointing, "adam_bits": bits,
-                                "gigabytes": gigabytes, "total": total, "fits": fits})  # fmt: skip
-                parts = "  ".join(f"{name} {size:.1f}" for name, size in gigabytes.items())
-                switches = f"text encoder {'trained' if trains_text else 'frozen '}  checkpointing {checkpointing!s:5}"
-                print(f"{switches}  Adam of {bits:2d} bits: {total:5.1f} GB ({parts}); fits {fits}")
-    print(json.dumps({"train_batch_size": args.train_batch_size, "rows": results}))
+    """Print the parts, their sum and the cards that it fits, a line for each method; then one JSON line."""
+    rows = []
+    for name in args.models:
+        folder = Path(tempfile.mkdtemp())
+        write_configs(folder, name)
+        family, side = FAMILIES[MODELS[name][0]], MODELS[name][1]
+        for rank in (args.rank, None)[: 1 + family.trains_whole]:
+            settings = Adapters(lora=rank, lora_alpha=float(rank)) if rank else ALL_WEIGHTS
+            for is_recomputed in (False, True):
+                for bits in (32,) if rank else (32, 8):
+                    options = (family.trains_text_encoders, is_recomputed, settings, bits // 4)
+                    parts = device_bytes(family, folder, 2 * args.train_batch_size, side, *options)
+                    gigabytes = {part: round(size / 1e9, 2) for part, size in parts.items()}
+                    total = sum(parts.values()) / 1e9
+                    fits = [card for card in CARDS if total <= FREE * card]
+                    method = f"LoRA {rank}" if rank else f"all, Adam of {bits} bits"
+                    method += ", checkpointing" if is_recomputed else ""
+                    rows.append({"model": name, "method": method, "gigabytes": gigabytes, "total": total, "fits": fits})
+                    shown = "  ".join(f"{part} {size:.1f}" for part, size in gigabytes.items())
+                    print(f"{name:13s} {method:36s} {total:6.1f} GB ({shown}); fits {fits}", flush=True)
+    print(json.dumps({"train_batch_size": args.train_batch_size, "rows": rows}))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="models to estimate")
     parser.add_argument("--train_batch_size", type=int, default=1, help="pairs of images per batch")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the LoRA")
     main(parser.parse_args())

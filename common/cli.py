@@ -128,6 +128,8 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
 
 def add_compute_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags of scripts that run on Ray."""
+    help_text = "check everything, print what would be done, and end without loading a model"
+    group.add_argument("--dry_run", action="store_true", help=help_text)
     help_text = "address of the Ray cluster to join; default: RAY_ADDRESS, or a local Ray instance"
     group.add_argument("--address", help=help_text)
     help_text = "join a Ray cluster that does not use token authentication"

@@ -234,6 +234,16 @@ def draw_folders(
     return [(len(folder.missing), folder.records) for folder in folders]
 
 
+def explain_folders(
+    jobs: list[tuple[str | Path, list[str], int, dict[str, Any]]], seed: int, sampler: dict[str, Any], overwrite: bool
+) -> dict[str, int]:
+    """Check what draw_folders checks; return the numbers of "images" and of "missing" ones, and their "disk_bytes"."""
+    folders = [_look_into(job, seed, sampler, overwrite) for job in jobs]
+    size = _check_needs([folder for folder in folders if folder.missing])
+    images, missing = (sum(map(len, each)) for each in zip(*((f.wanted, f.missing) for f in folders), strict=True))
+    return {"images": images, "missing": missing, "disk_bytes": size}
+
+
 def _look_into(job, seed: int, sampler: dict[str, Any], overwrite: bool) -> _Folder:
     """Return the _Folder of a job, with absolute paths; raise BadInput if it is not writable or has other settings."""
     output_dir, prompts, count, model = job
@@ -253,14 +263,18 @@ def _remove_left_files(location: str) -> None:
         path.unlink()
 
 
-def _check_needs(folders: list[_Folder]) -> None:
-    """Check the free disk space and the models' files before any model is loaded; warn of truncated prompts."""
-    needs, models, said = [], {}, {}
+def _check_needs(folders: list[_Folder]) -> int:
+    """Check the free disk space and the models' files before any model is loaded; warn of truncated prompts.
+
+    Returns the bytes of the missing images.
+    """
+    needs, models, said, total = [], {}, {}, 0
     for folder in folders:
         copies = folder.model["copies"]
         side, _ = sides(copies["model_dir"])
         images = folder.missing.values()
         sizes = [3 * (record["height"] or side) * (record["width"] or side) + 4096 for record in images]
+        total += sum(sizes)
         if not is_remote(folder.location):
             needs.append(("--output_dir", folder.location, sum(sizes)))  # upper bound of the PNG files, in bytes
         models |= dict.fromkeys(filter(None, copies.values()))
@@ -271,6 +285,7 @@ def _check_needs(folders: list[_Folder]) -> None:
         check_model(model_dir)
     for model_dir, texts in said.items():
         say_what_is_cut(model_dir, texts)
+    return total
 
 
 def _draw_missing(folders: list[_Folder], held: dict[str, Held], batch_size: int, **pool: Any) -> None:

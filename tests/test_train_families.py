@@ -10,8 +10,9 @@ from test_train_lora import adapters_of, draw  # noqa: F401
 from tiny_models import make_tiny_clip, make_tiny_dino, random_lora, write_lora
 
 import evaluate
-from common import errors
+from common import errors, folders
 from pipelines.families import find_family
+from pipelines.model_folder import LORA_FILE
 from utils import draw_noise
 
 ALL = ["sd", "sdxl", "sd3", "flux"]
@@ -158,3 +159,22 @@ def test_a_lora_is_evaluated(name, tiny_families, tiny_model, photos, class_imag
     evaluate.main(evaluate.parse_args(words))
     measures = last_json(capsys.readouterr().out)["measures"]
     assert measures["subject_clip"]["tuned"]["value"] != measures["subject_clip"]["base"]["value"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_dry_run_says_what_the_run_will_do(name, command, tiny_families, capsys):  # noqa: F811
+    """And writes nothing; the run itself then trains as many weights and writes files of that size."""
+    flags = {"model_dir": tiny_families[name], "lora": 4, "max_train_steps": 2, **SIDE.get(name, {})}
+    command(**flags, dry_run=True)
+    said = last_json(capsys.readouterr().out)
+    assert said["dry_run"] and said["steps"] == 2 and said["settings"]["lr"] == 1e-4
+    assert not command.output_dir.exists() and not command.work_dir.exists()
+    assert all(said["gpu_bytes_in_bf16"].values())
+    command(**flags)
+    count = sum(value.numel() for value in adapters_of(command.output_dir).values())
+    extra = 4 * (16 + 16) if name == "sd3" else 0  # the queries of the text in the last block, which have no adapter
+    assert said["trained_weights"] == count + extra
+    optimizer = command.work_dir / "checkpoint-000002" / "optimizer.safetensors"
+    written = optimizer.stat().st_size + (optimizer.parent / LORA_FILE).stat().st_size
+    assert said["disk_bytes"]["checkpoint"] == pytest.approx(written, rel=0.8)  # tiny tensors have large headers
+    assert folders.read_manifest(command.output_dir)["settings"] == said["settings"]

@@ -28,11 +28,15 @@ def run_training(
     settings: dict,
     plan_steps: Callable[[int], int],
     train: Callable[[int, Any, str], dict],
+    explain: Callable[[int], dict],
 ) -> None:
     """Train unless the result is there already, upload it if --push_to_hub is given, and print it as JSON.
 
+    With --dry_run, print what would be done instead.
+
     plan_steps(num_workers): returns the steps to train for. train(steps, num_workers, owner): trains; num_workers: or
-    the smallest and the largest number; owner: the text in the lock of the work folder. Without --num_workers: as many
+    the smallest and the largest number; owner: the text in the lock of the work folder. explain(steps): checks what is
+    left to check and returns what the training needs, for --dry_run. Without --num_workers: as many
     as the run that continues, or one per GPU, or one.
     """
     if args.push_to_hub:
@@ -52,6 +56,9 @@ def run_training(
         _finish(args, steps, trained=0)
         return
     resuming.check_can_continue(args.output_dir, args.work_dir, steps, args.overwrite)
+    if args.dry_run:
+        print_result(dry_run=True, steps=steps, num_workers=num_workers, settings=settings, **explain(steps))
+        return
     with _lock_output(args), targets.lock(args.work_dir) as held:
         targets.recover(args.output_dir)
         record = {"settings": settings, "steps": steps, "num_workers": num_workers}

@@ -3,6 +3,7 @@
 import argparse
 import fnmatch
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +78,34 @@ def recorded_workers(work_dir: str | Path) -> int | tuple[int, int] | None:
     return tuple(recorded) if isinstance(recorded, list) else recorded
 
 
-def check_disk(
-    args: argparse.Namespace, trained_weights: int, copies: int, cache: int = 0, published_weights: int | None = None
-) -> None:
-    """Raise OutOfResource unless the checkpoints, the cache [bytes] and the result fit on their disks.
+@dataclass(frozen=True)
+class Needs:
+    """What a training writes, in bytes. checkpoint: a single one."""
 
-    published_weights: by default those of the model.
-    copies: numbers in a checkpoint per trained weight: the weight, Adam's two averages and perhaps the moving average.
+    checkpoint: int
+    cache: int
+    result: int
+
+
+def find_needs(args: argparse.Namespace, trained_weights: int, copies: int, cache: int = 0) -> Needs:
+    """Return what a training writes; copies: numbers in a checkpoint per trained weight.
+
+    These are the weight, Adam's two averages and perhaps the moving average. The result of a LoRA has its weights
+    alone, unless it is merged.
     """
+    is_small = getattr(args, "lora", None) and not args.merge
+    published = trained_weights if is_small else count_weights(args.model_dir)
+    return Needs(4 * copies * trained_weights, cache, 4 * published)
+
+
+def check_disk(args: argparse.Namespace, needs: Needs) -> None:
+    """Raise OutOfResource unless the checkpoints, the cache and the result fit on their disks."""
     left = max(0, args.checkpoints_total_limit + 1 - len(list_checkpoints(args.work_dir)))
-    checkpoints = left * 4 * copies * trained_weights
-    result = 4 * (count_weights(args.model_dir) if published_weights is None else published_weights)
-    needs: list[tuple[str, str | Path, float]] = [
-        ("--work_dir", args.work_dir, checkpoints + cache),
-        ("--output_dir", args.output_dir, result),
+    sizes: list[tuple[str, str | Path, float]] = [
+        ("--work_dir", args.work_dir, left * needs.checkpoint + needs.cache),
+        ("--output_dir", args.output_dir, needs.result),
     ]
-    folders.check_space([need for need in needs if not is_remote(need[1])])
+    folders.check_space([each for each in sizes if not is_remote(each[1])])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ RAW_FLAGS = """
 
 
 SHARED_FLAGS = """
-    debug num_workers address insecure_cluster cpus_per_worker gpus_per_worker max_failures start_timeout
+    debug dry_run num_workers address insecure_cluster cpus_per_worker gpus_per_worker max_failures start_timeout
     mixed_precision model_dir output_dir overwrite
 """
 

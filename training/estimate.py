@@ -1,0 +1,128 @@
+"""How much memory of a GPU a training takes, calculated from the configurations of a model; no weights are loaded.
+
+Counts the weights, gradients and AdamW's averages, the copies that autocast makes, and what a forward pass in bf16
+saves for the backward pass, with fused attention. Not counted: norms that autocast computes in float32, buffers of
+libraries, CUDA itself, fragmentation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipelines import loading
+from pipelines.configs import components, read_config, read_index
+from pipelines.families import Family
+from pipelines.tokens import max_tokens
+from training import adapters
+from training.task import ALL_WEIGHTS, Adapters
+
+if TYPE_CHECKING:
+    import torch
+
+HALF, SINGLE = 2, 4  # bytes
+
+
+def make_modules(model_dir: str | Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return {name: component} of a model folder in bf16 on the meta device, which has no memory."""
+    import torch
+
+    index, found = components(read_index(model_dir)), {}
+    for name in names:
+        library, class_name = index[name]
+        component, config = getattr(importlib.import_module(library), class_name), dict(read_config(model_dir, name))
+        with torch.device("meta"):
+            is_own = hasattr(component, "from_config")  # of Diffusers
+            module = component.from_config(config) if is_own else component(component.config_class.from_dict(config))
+        found[name] = module.to(torch.bfloat16).train()
+    return found
+
+
+@contextlib.contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Replace PyTorch's attention, which on the meta device is not fused and saves a matrix of all pairs of tokens."""
+    import torch
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
+            ctx.save_for_backward(query, key, value, output)
+            return output
+
+    def attention(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+        return Fused.apply(query, key, value)
+
+    functional: Any = torch.nn.functional
+    own, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = own
+
+
+def saved_bytes(family: Family, model_dir: str | Path, modules: dict[str, Any], rows: int, side: int) -> int:
+    """Return the bytes that a forward pass of `rows` images of `side` pixels saves for the backward pass."""
+    import torch
+
+    weights = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    saved: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in weights:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = (storage.nbytes(), tensor)  # the tensor, so that its address is not used again
+        return tensor
+
+    sizes = family.sizes(model_dir)
+    cells = side // sizes.cell
+    with torch.device("meta"), _fused_attention():
+        lengths = {name: family.tokens.get(name) or max_tokens(model_dir, name) for name in family.encoders}
+        ids = {name: torch.zeros(rows, length, dtype=torch.long) for name, length in lengths.items()}
+        noisy = torch.zeros(rows, sizes.channels, cells, cells, dtype=torch.bfloat16)
+        time = torch.zeros(rows)
+        told = family.geometry((side, side), (0, 0, side, side), (side, side))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            said = {name: family.read(name, modules[name], ids[name]) for name in family.encoders}
+            condition = family.condition(said) | {name: torch.zeros(rows, len(told[name])) for name in told}
+            loss = family.predict(modules[family.denoiser], noisy, time, condition).square().mean()
+    del loss
+    return sum(size for size, _ in saved.values())
+
+
+def device_bytes(
+    family: Family,
+    model_dir: str | Path,
+    rows: int,
+    side: int,
+    trains_text_encoders: bool,
+    is_recomputed: bool,
+    settings: Adapters = ALL_WEIGHTS,
+    adam_bytes: int = 2 * SINGLE,
+) -> dict[str, int]:
+    """Return {"weights", "gradients", "adam", "copies", "activations"}: bytes on a GPU that computes in bf16.
+
+    rows: images in a batch. is_recomputed: gradient checkpointing. adam_bytes: for each trained weight.
+    """
+    loading.set_up_torch("cpu")
+    modules = make_modules(model_dir, (family.denoiser, *family.encoders))
+    trained = family.trained(trains_text_encoders)
+    for name, module in modules.items():
+        module.requires_grad_(name in trained and not settings.lora)
+        if is_recomputed and name in trained:
+            (getattr(module, "enable_gradient_checkpointing", None) or module.activation_checkpointing_enable)()
+    base = sum(parameter.numel() for name in trained for parameter in modules[name].parameters())
+    if settings.lora:
+        adapters.add_adapters(family, {name: modules[name] for name in trained}, settings, 0, None)
+    learned = sum(each.numel() for name in trained for each in modules[name].parameters() if each.requires_grad)
+    activations = saved_bytes(family, model_dir, modules, rows, side)
+    return {
+        "weights": HALF * base + SINGLE * learned if settings.lora else SINGLE * base,
+        "gradients": SINGLE * learned,
+        "adam": adam_bytes * learned,
+        "copies": HALF * learned,  # by autocast, in bf16
+        "activations": activations,
+    }
