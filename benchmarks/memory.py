@@ -1,8 +1,7 @@
 """Estimate the GPU memory of train.py for the published models of each family; needs no GPU and no weights.
 
-One pair of a photo and a class image in bf16 (see training.estimate for what is counted), by method: LoRA of rank 16 or
-all weights, with gradient checkpointing or without, AdamW in 32 or 8 bits. The text encoders train where train.py's
-default is so. The last line is JSON.
+One pair of a photo and a class image in bf16 (see training.estimate for what is counted), by method: flags of train.py.
+The text encoders train where that is the default. The last line is JSON.
 
     python -m benchmarks.memory
     python -m benchmarks.memory --models sdxl flux --train_batch_size 2
@@ -74,6 +73,18 @@ def write_configs(folder, name):
     (folder / "model_index.json").write_text(json.dumps({"_class_name": pipeline, **index}))
 
 
+def methods(family, rank):
+    """Yield (name, arguments of device_bytes from trains_text_encoders on) of the ways to train a family."""
+    adapters = Adapters(lora=rank, lora_alpha=float(rank))
+    for trains in dict.fromkeys((family.trains_text_encoders, False)):
+        text = "" if trains or not family.trains_text_encoders else ", --no-train_text_encoder"
+        for is_recomputed in (False, True):
+            more = text + (", --gradient_checkpointing" if is_recomputed else "")
+            yield f"--lora {rank}{more}", (trains, is_recomputed, adapters)
+            for adam_bytes, adam in ((8, ""), (2, ", --use_8bit_adam")) if family.trains_whole else ():
+                yield f"all weights{adam}{more}", (trains, is_recomputed, ALL_WEIGHTS, adam_bytes)
+
+
 def main(args):
     """Print the parts, their sum and the cards that it fits, a line for each method; then one JSON line."""
     rows = []
@@ -81,20 +92,14 @@ def main(args):
         folder = Path(tempfile.mkdtemp())
         write_configs(folder, name)
         family, side = FAMILIES[MODELS[name][0]], MODELS[name][1]
-        for rank in (args.rank, None)[: 1 + family.trains_whole]:
-            settings = Adapters(lora=rank, lora_alpha=float(rank)) if rank else ALL_WEIGHTS
-            for is_recomputed in (False, True):
-                for bits in (32,) if rank else (32, 8):
-                    options = (family.trains_text_encoders, is_recomputed, settings, bits // 4)
-                    parts = device_bytes(family, folder, 2 * args.train_batch_size, side, *options)
-                    gigabytes = {part: round(size / 1e9, 2) for part, size in parts.items()}
-                    total = sum(parts.values()) / 1e9
-                    fits = [card for card in CARDS if total <= FREE * card]
-                    method = f"LoRA {rank}" if rank else f"all, Adam of {bits} bits"
-                    method += ", checkpointing" if is_recomputed else ""
-                    rows.append({"model": name, "method": method, "gigabytes": gigabytes, "total": total, "fits": fits})
-                    shown = "  ".join(f"{part} {size:.1f}" for part, size in gigabytes.items())
-                    print(f"{name:13s} {method:36s} {total:6.1f} GB ({shown}); fits {fits}", flush=True)
+        for method, options in methods(family, args.rank):
+            parts = device_bytes(family, folder, 2 * args.train_batch_size, side, *options)
+            gigabytes = {part: round(size / 1e9, 2) for part, size in parts.items()}
+            total = sum(parts.values()) / 1e9
+            fits = [card for card in CARDS if total <= FREE * card]
+            rows.append({"model": name, "method": method, "gigabytes": gigabytes, "total": total, "fits": fits})
+            shown = "  ".join(f"{part} {size:.1f}" for part, size in gigabytes.items())
+            print(f"{name:13s} {method:75s} {total:6.1f} GB ({shown}); fits {fits}", flush=True)
     print(json.dumps({"train_batch_size": args.train_batch_size, "rows": rows}))
 
 
