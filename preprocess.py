@@ -26,9 +26,10 @@ from common.messages import Progress, say
 from common.objects import local_copy
 from common.storage import Folder, is_remote, join
 from common.uris import shown
-from pipelines.configs import base_name, base_revision, check_resolution, model_resolution
+from pipelines.configs import base_name, base_revision, check_resolution
+from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline
-from pretraining.latents import METADATA, RECORD, digest_encoders, latent_shapes
+from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
 from pretraining.loader import Loader, add_raw_data_flags, loader_options
 from pretraining.parts import PartWriter, load_chunks, missing_parts, written_parts
 from pretraining.raw_data import Source, list_sources
@@ -49,7 +50,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_raw_data_flags(parser.add_argument_group("raw data"))
 
     group = parser.add_argument_group("encoding")
-    group.add_argument("--model_dir", required=True, help="folder of the model whose VAE and text encoder are used")
+    group.add_argument("--model_dir", required=True, help="folder of the model whose VAE and text encoders are used")
     resolutions_help = "side lengths in pixels to encode each image at; default: the model's resolution"
     group.add_argument("--resolutions", type=cli.positive_int, nargs="+", help=resolutions_help)
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of random crops and flips")
@@ -68,13 +69,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source]]:
     """Check the flags against the model and the data; return (settings that determine the data set, its sources)."""
     check_pipeline(args.model_dir)
-    args.resolutions = args.resolutions or [model_resolution(args.model_dir)]
+    family = find_family(args.model_dir, SUPPORTED)
+    sizes = family.sizes(args.model_dir)
+    args.resolutions = args.resolutions or [sizes.resolution]
     for resolution in args.resolutions:
-        check_resolution(args.model_dir, "--resolutions", resolution)
+        check_resolution(args.model_dir, "--resolutions", resolution, sizes.multiple)
     sources = list_sources(args.input, args.image_column, args.caption_column)
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names}
-    settings["encoders"] = digest_encoders(args.model_dir)
+    settings["encoders"] = digest_encoders(args.model_dir, family)
     settings["input"] = folders.digest_values([{**vars(each), "folder": shown(each.folder)} for each in sources])
     return settings, sources
 
@@ -100,10 +103,16 @@ def read_metadata(output: Folder, overwrite: bool) -> dict[str, Any]:
     return metadata if ours else {}
 
 
+def column_shapes(model_dir: str, resolutions: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return {column: shape of a row} of all that is encoded."""
+    family = find_family(model_dir)
+    fields = [image_fields(family, model_dir, resolution) for resolution in resolutions]
+    return {column: shape for each in (*fields, caption_fields(family, model_dir)) for column, shape in each.values()}
+
+
 def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int], rows: int) -> None:
     """Raise OutOfResource if the latents and caption embeddings of `rows` rows do not fit on the local disk."""
-    shapes = [latent_shapes(model_dir, size) for size in resolutions]
-    numbers = sum(2 * math.prod(image) for image, _ in shapes) + math.prod(shapes[0][1])  # mean and std; caption
+    numbers = sum(map(math.prod, column_shapes(model_dir, resolutions).values()))
     if not is_remote(output_dir):
         folders.check_space([("--output_dir", output_dir, 2 * numbers * rows)])  # two bytes each
 
@@ -177,13 +186,14 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
     good, bad = count_rows(parts)
     check_bad_rows(args.input, good, bad, args.max_bad_fraction)
     folder.write(BAD_ROWS, "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad).encode())
-    image_shapes = {f"image_latents_{size}": latent_shapes(args.model_dir, size)[0] for size in args.resolutions}
+    shapes = column_shapes(args.model_dir, args.resolutions)
     metadata = {
+        "family": find_family(args.model_dir).name,
         "model": base_name(args.model_dir),
         "revision": base_revision(args.model_dir),
         "encoders": settings["encoders"],
         "resolutions": args.resolutions,
-        "shapes": {**image_shapes, "caption_latents": latent_shapes(args.model_dir, args.resolutions[0])[1]},
+        "shapes": {name: shape for name, shape in shapes.items() if not name.endswith("_std")},
         "scaled": False,
         "rows": good,
         "bad_rows": len(bad),

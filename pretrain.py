@@ -1,6 +1,6 @@
-"""Train the UNet of a Stable Diffusion model on images and captions: DDPM loss on latents, Ray Train with DDP or FSDP.
+"""Train the UNet of Stable Diffusion or SDXL on images and captions: DDPM loss on latents, Ray Train, DDP or FSDP.
 
-Reads a model folder (VAE, text encoder, scheduler, the configuration of the UNet) and latents from preprocess.py, or
+Reads a model folder (VAE, text encoders, scheduler, the configuration of the UNet) and latents from preprocess.py, or
 images and captions with --online. Writes the whole pipeline to --output_dir, checkpoints and logs to --storage_path.
 Run the command again to continue.
 
@@ -22,13 +22,14 @@ from common.errors import BadInput
 from common.objects import local_copy, uris_in_errors
 from common.storage import split
 from pipelines import loading
+from pipelines.conditions import read_condition
 from pipelines.configs import read_config, read_unet_config
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, count_weights, count_weights_of
 from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
 from pretraining.inputs import add_data_flags, open_data
-from pretraining.latents import LatentEncoder, LatentFiles
+from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
 from pretraining.resources import share_with_loaders
 from pretraining.streams import Order
@@ -78,7 +79,7 @@ def parse_args(argv=None):
 
 def _add_model_flags(parser):
     group = parser.add_argument_group("model")
-    model = "folder of the pipeline with the VAE, text encoder and scheduler"
+    model = "folder of the pipeline with the VAE, text encoders and scheduler"
     group.add_argument("--model_dir", required=True, help=model)
     config = "config.json of the UNet to initialize randomly; default: the configuration of the model's UNet"
     group.add_argument("--unet_config", help=config)
@@ -91,8 +92,8 @@ def _add_model_flags(parser):
     group.add_argument("--overwrite", action="store_true", help="replace an earlier run of other settings")
     prompts = "prompt to draw a sample of for the model card; may be repeated"
     group.add_argument("--sample_prompts", action="append", default=[], help=prompts)
-    scale = "classifier-free guidance scale of the samples"
-    group.add_argument("--guidance_scale", type=cli.non_negative_float, default=7.5, help=scale)
+    scale = "classifier-free guidance scale of the samples; default: by the model, 7.5 for Stable Diffusion"
+    group.add_argument("--guidance_scale", type=cli.non_negative_float, help=scale)
 
 
 def _add_training_flags(parser):
@@ -165,7 +166,7 @@ def denoising_losses(model, batch, family, objective, vae_config):
         latents = loading.scale_latents(latents + batch["std"] * batch["posterior_noise"], vae_config)
     noise, timesteps = batch["noise"], batch["timesteps"]  # B c h w, B
     noisy_latents, time = objective.noisy(latents, noise, timesteps)
-    model_pred = family.predict(model, noisy_latents, time, batch)
+    model_pred = family.predict(model, noisy_latents, time, read_condition(family, batch, {}))
     return utils.row_losses(model_pred, objective.target(latents, noise, timesteps), objective.row_weights(timesteps))
 
 
@@ -198,7 +199,7 @@ def make_batches(task, place, first_step, objective):
     chunk_rows, held_out = hold_out(data.chunk_rows, config.num_validation_rows)
     order = Order(chunk_rows, place.rank, place.world_size, config.shuffle_window, schedule.seed)
     encoder = LatentEncoder(task.output.model_dir, (), 1, compute.mixed_precision, compute.num_threads)
-    no_caption = encoder.encode_captions([""])[0].astype("float32")
+    no_caption = encoder.encode_no_caption()
     sizes = config.batch_size_per_worker, schedule.gradient_accumulation_steps
     batching = Batching(*sizes, config.caption_dropout, schedule.seed, objective)
     batches = training_batches(order, load, first_step, schedule.max_train_steps, batching, no_caption)
@@ -287,7 +288,7 @@ def publish(task, step, device):
 
 def read_inputs(args):
     """Check the model, the data and the flags; return (settings of the run, data)."""
-    settings = check_inputs(args, SETTINGS, "sample_prompts", supported=("StableDiffusionPipeline",), data=args.data)
+    settings = check_inputs(args, SETTINGS, "sample_prompts", supported=SUPPORTED, data=args.data)
     data = open_data(args)
     sample_size = args.resolution // find_family(args.model_dir).sizes(args.model_dir).cell
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}

@@ -14,7 +14,7 @@ from common.errors import BadInput
 from pipelines import tokens
 from pipelines.configs import model_resolution, pixel_factor, read_config, read_index, side_multiple
 from pipelines.objectives import Diffusion, Flow, Objective
-from pipelines.tokens import tokenize
+from pipelines.tokens import max_tokens, tokenize
 
 if TYPE_CHECKING:
     import torch
@@ -107,6 +107,13 @@ class Family:
         """
         raise NotImplementedError
 
+    def caption_shapes(self, model_dir: str | Path) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each output of `read` for one prompt: {"text_encoder.hidden": (L, D), ...}.
+
+        Of the families that can be pre-trained, from the configurations of their text encoders.
+        """
+        raise NotImplementedError
+
     def condition(self, said: Mapping[str, Tensors]) -> dict[str, torch.Tensor]:
         """Return the condition of the denoiser: "prompt" [B, L, D] and, where it has one, "pooled" [B, P].
 
@@ -115,7 +122,10 @@ class Family:
         raise NotImplementedError
 
     def unconditional(self, model_dir: str | Path, empty: Tensors) -> Tensors:
-        """Return the condition of no prompt, for guidance; empty: the condition of the prompt ""."""
+        """Return the condition of no prompt, for guidance.
+
+        empty: the condition of the prompt "", or what `read` returned for it; the result has the same names.
+        """
         return empty
 
     def geometry(
@@ -181,6 +191,9 @@ class SD(Family):
     def read(self, name, encoder, ids):
         return {"hidden": encoder(ids)[0]}
 
+    def caption_shapes(self, model_dir):
+        return {"text_encoder.hidden": hidden_shape(model_dir, "text_encoder")}
+
     def condition(self, said):
         return {"prompt": said["text_encoder"]["hidden"]}
 
@@ -207,6 +220,10 @@ class SDXL(Family):
         output = encoder(ids, output_hidden_states=True)
         said = {"hidden": output.hidden_states[-2]}
         return said | {"pooled": output.text_embeds} if name == "text_encoder_2" else said
+
+    def caption_shapes(self, model_dir):
+        shapes = {f"{encoder}.hidden": hidden_shape(model_dir, encoder) for encoder in self.encoders}
+        return shapes | {"text_encoder_2.pooled": (read_config(model_dir, "text_encoder_2")["projection_dim"],)}
 
     def condition(self, said):
         import torch
@@ -236,7 +253,7 @@ class SDXL(Family):
         return [name for name, _ in module.named_parameters() if any(part in name for part in last)]
 
     def predict(self, denoiser, noisy, time, condition):
-        time_ids = condition["time_ids"].float()  # in bf16, 1001 pixels would be 1000
+        time_ids = condition["time_ids"].int()  # FSDP would cast floats to bf16, where 1001 pixels are 1000
         added = {"text_embeds": condition["pooled"], "time_ids": time_ids}
         return denoiser(noisy, time, condition["prompt"], added_cond_kwargs=added).sample
 
@@ -344,6 +361,11 @@ class FLUX(Family):
     def pipeline_inputs(self, condition, unconditional):
         """Return the arguments without those of no prompt: guidance is an input of the denoiser."""
         return {"prompt_embeds": condition["prompt"], "pooled_prompt_embeds": condition["pooled"]}
+
+
+def hidden_shape(model_dir: str | Path, encoder: str) -> tuple[int, ...]:
+    """Return the shape (L, D) of a text encoder's hidden states of one prompt."""
+    return max_tokens(model_dir, encoder), read_config(model_dir, encoder)["hidden_size"]
 
 
 def load_flow(model_dir: str | Path, snr_gamma: float | None) -> Flow:

@@ -37,11 +37,12 @@ class Batching:
 
 
 def training_batches(
-    order: Order, load: Load, first_step: int, last_step: int, batching: Batching, no_caption: np.ndarray
+    order: Order, load: Load, first_step: int, last_step: int, batching: Batching, no_caption: Arrays
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this worker's batches for steps `first_step` to `last_step - 1`, as returned by with_noise.
 
-    no_caption: [L, D], embedding of the empty caption, which replaces a share `caption_dropout` of the captions.
+    no_caption: the fields of no caption, without a dimension of rows; they replace a share `caption_dropout` of the
+    captions.
     """
     size, accumulation, seed = batching.batch_size, batching.gradient_accumulation_steps, batching.seed
     position = first_step * accumulation * size
@@ -52,16 +53,19 @@ def training_batches(
             first_row = (micro * order.world_size + order.rank) * size  # in the global batch
             rows = range(first_row, first_row + size)
             chances = np.array([row_rng(seed, NO_CAPTION, step, row).random() for row in rows])
-            prompt = np.where((chances < batching.caption_dropout)[:, None, None], no_caption, batch["prompt"])
+            captions = {name: batch[name].copy() for name in no_caption}
+            for name, value in no_caption.items():
+                captions[name][chances < batching.caption_dropout] = value
             shape = batch["mean"].shape[1:]
             drawn = [draw_noise(seed, ROW_NOISE, step, row, shape, batching.objective.draw_time) for row in rows]
-            yield with_noise({**batch, "prompt": prompt}, drawn)
+            yield with_noise({**batch, **captions}, drawn)
 
 
 def with_noise(batch: Arrays, drawn: list[tuple[np.ndarray, np.ndarray, int]]) -> dict[str, torch.Tensor]:
     """Return a batch as tensors, with the (noise, posterior noise, timestep) drawn for each row.
 
-    mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; prompt: [B, L, D] float32.
+    mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; captions: as in
+    pipelines.conditions, [B, ...] float32; for SDXL time_ids: [B, 6] float32.
     """
     import torch
 

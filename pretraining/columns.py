@@ -57,7 +57,7 @@ def _innermost(array, place):
     import pyarrow as pa
 
     sides, tensor, nulls = [], None, array.null_count  # lengths of nested lists; shape of a tensor
-    while not pa.types.is_floating(array.type):
+    while not (pa.types.is_floating(array.type) or pa.types.is_integer(array.type)):
         if isinstance(array, pa.ExtensionArray):
             tensor, array = getattr(array.type, "shape", None), array.storage
         elif pa.types.is_struct(array.type) and {"data", "shape"} <= set(array.type.names):
@@ -66,7 +66,7 @@ def _innermost(array, place):
         elif hasattr(array, "value_lengths"):
             sides, array = sides + _lengths(array, place), array.flatten()
         else:
-            raise CheckFailed(f"{place} holds {array.type}, not floats: choose another column")
+            raise CheckFailed(f"{place} holds {array.type}, not numbers: choose another column")
         nulls += array.null_count
     return array, tuple(tensor or sides), nulls
 

@@ -1,10 +1,10 @@
-"""Latents: encodes images and captions with a model's VAE and text encoder, and opens and reads data sets of them.
+"""Latents: encodes images and captions with a model's VAE and text encoders, and opens and reads data sets of them.
 
 A data set is a folder of Parquet files, with the columns that LatentEncoder names and a metadata.json.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +20,38 @@ from common.objects import same_copy
 from common.storage import Folder, is_remote, join, open_parquet, read_footer
 from pipelines import loading
 from pipelines.configs import pixel_factor, read_config
+from pipelines.families import SD, Family, find_family
 from pipelines.model_folder import digest_parts
-from pipelines.tokens import max_tokens, tokenize
+from pipelines.tokens import tokenizer_of
 from pretraining.columns import from_column
 
 METADATA = "metadata.json"
 RECORD = "run.json"  # settings of an unfinished data set
 FOOTER_THREADS = 16
+SUPPORTED = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # pipelines that can be pre-trained
+
+Fields = dict[str, tuple[str, tuple[int, ...]]]  # {field of a batch: (its column, shape of a row)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns
+
+
+def image_fields(family: Family, model_dir: str | Path, resolution: int) -> Fields:
+    """Return the fields of an image and of its crop: "mean", "std" (c, h, w), for SDXL "time_ids" (6,)."""
+    side, column = resolution // pixel_factor(model_dir), f"image_latents_{resolution}"
+    shape = (read_config(model_dir, "unet")["in_channels"], side, side)
+    told = family.geometry((1, 1), (0, 0, 1, 1), (1, 1))
+    geometry = {name: (f"{name}_{resolution}", (len(values),)) for name, values in told.items()}
+    return {"mean": (column, shape), "std": (f"{column}_std", shape), **geometry}
+
+
+def caption_fields(family: Family, model_dir: str | Path) -> Fields:
+    """Return the fields of a caption, as pipelines.conditions names them: "text_encoder.hidden" (L, D), ..."""
+    shapes = family.caption_shapes(model_dir)
+    if len(shapes) == 1:
+        return {field: ("caption_latents", shape) for field, shape in shapes.items()}
+    return {field: (f"caption_{field.replace('.', '_')}", shape) for field, shape in shapes.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -34,7 +59,7 @@ FOOTER_THREADS = 16
 
 
 class LatentEncoder:
-    """Encodes chunks of a Loader with the frozen VAE and text encoder of a model, `batch_size` rows at a time.
+    """Encodes chunks of a Loader with the frozen VAE and text encoders of a model, `batch_size` rows at a time.
 
     Without resolutions only captions are encoded, and no VAE is loaded.
     """
@@ -55,23 +80,26 @@ class LatentEncoder:
         model_dir = str(same_copy(model_dir, "--model_dir"))
         if resolutions:  # in float32: each image is encoded only once, and some VAEs overflow in float16
             self.vae = loading.load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
-        self.text_encoder = loading.load_models(model_dir, ("text_encoder",), dtype)["text_encoder"].to(self.device)
+        self.family = find_family(model_dir, SUPPORTED)
+        encoders = loading.load_models(model_dir, self.family.encoders, dtype)
+        self.encoders = {name: encoder.to(self.device) for name, encoder in encoders.items()}
         self.model_dir, self.resolutions, self.batch_size = model_dir, resolutions, batch_size
 
     def __call__(self, chunk: dict[str, Any]) -> dict[str, np.ndarray]:
-        """Return the columns of a chunk, float16.
+        """Return the columns of a chunk, those of image_fields and caption_fields: {column: [B, ...]}.
 
-        {"image_latents_256": mean [B, c, h, w], "image_latents_256_std": [B, c, h, w], "caption_latents": [B, L, D]}.
-        Raises CheckFailed if a value is not finite.
+        Latents and captions are float16, what the denoiser is told of a crop is int32. Raises CheckFailed if a value is
+        not finite.
         """
         import torch
 
         columns = {}
         with torch.inference_mode():
             for resolution in self.resolutions:
-                mean, std = self._encode_images(chunk[f"pixels_{resolution}"])
-                columns |= {f"image_latents_{resolution}": mean, f"image_latents_{resolution}_std": std}
-            columns["caption_latents"] = self.encode_captions(chunk["captions"])
+                rows = self._encode_images(chunk[f"pixels_{resolution}"]) | self._locate(chunk["crops"], resolution)
+                columns |= to_columns(rows, image_fields(self.family, self.model_dir, resolution))
+            rows = self.encode_captions(chunk["captions"])
+            columns |= to_columns(rows, caption_fields(self.family, self.model_dir))
         for name, values in columns.items():
             if not np.isfinite(values).all():
                 first = chunk["keys"][0]
@@ -86,33 +114,53 @@ class LatentEncoder:
             pixel_values = torch.from_numpy(scale_pixels(pixels[start : start + self.batch_size]))
             posterior = loading.encode_posterior(self.vae, pixel_values.to(self.device))
             parts.append([each.half().cpu().numpy() for each in posterior])
-        return [np.concatenate(each) for each in zip(*parts, strict=True)]
+        mean, std = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return {"mean": mean, "std": std}
 
-    def encode_captions(self, captions: Sequence[str]) -> np.ndarray:
-        """Return the text encoder's last hidden states [B, L, D] float16; equal captions are encoded once."""
+    def _locate(self, crops, resolution):
+        """Return what the denoiser is told of each crop; crops: of Loader."""
+        told = []
+        for width, height, left, top, is_mirrored in crops.tolist():
+            side = min(width, height)
+            box = (left, top, left + side, top + side)
+            told.append(self.family.geometry((width, height), box, (resolution, resolution), bool(is_mirrored)))
+        return {name: np.array([each[name] for each in told], np.int32) for name in told[0]}
+
+    def encode_captions(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return the fields of captions, {"text_encoder.hidden": [B, L, D] float16, ...}.
+
+        Equal captions are encoded once.
+        """
         import torch
 
         unique = sorted(set(captions))
-        ids = torch.tensor(tokenize(self.model_dir, unique))
-        parts = []
-        with torch.inference_mode():
-            for start in range(0, len(ids), self.batch_size):
-                batch = ids[start : start + self.batch_size].to(self.device)
-                parts.append(self.text_encoder(batch)[0].half().cpu().numpy())
         place = {caption: number for number, caption in enumerate(unique)}
-        return np.concatenate(parts)[[place[caption] for caption in captions]]
+        rows = [place[caption] for caption in captions]
+        fields: dict[str, list[np.ndarray]] = {}
+        with torch.inference_mode():
+            for name, ids in self.family.tokenize(self.model_dir, unique).items():
+                for start in range(0, len(ids), self.batch_size):
+                    batch = ids[start : start + self.batch_size].to(self.device)
+                    for key, value in self.family.read(name, self.encoders[name], batch).items():
+                        fields.setdefault(f"{name}.{key}", []).append(value.half().cpu().numpy())
+        return {field: np.concatenate(parts)[rows] for field, parts in fields.items()}
+
+    def encode_no_caption(self) -> dict[str, np.ndarray]:
+        """Return the fields of no caption, for classifier-free guidance, each of one row, float16."""
+        import torch
+
+        empty = {name: torch.from_numpy(value[0]) for name, value in self.encode_captions([""]).items()}
+        return {name: value.numpy() for name, value in self.family.unconditional(self.model_dir, empty).items()}
 
 
-def digest_encoders(model_dir: str | Path) -> str:
-    """Return a sha256 of the parts that determine a model's latents: VAE, text encoder and tokenizer."""
-    return digest_parts(model_dir, ("vae", "text_encoder", "tokenizer"))
+def to_columns(rows: Mapping[str, np.ndarray], fields: Fields) -> dict[str, np.ndarray]:
+    """Return the values of fields under the names of their columns."""
+    return {column: rows[field] for field, (column, _) in fields.items()}
 
 
-def latent_shapes(model_dir: str | Path, resolution: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Return the shapes of a row: (c, h, w) of image latents, (L, D) of caption latents."""
-    side = resolution // pixel_factor(model_dir)
-    unet = read_config(model_dir, "unet")
-    return (unet["in_channels"], side, side), (max_tokens(model_dir), unet["cross_attention_dim"])
+def digest_encoders(model_dir: str | Path, family: Family) -> str:
+    """Return a sha256 of the parts that determine a model's latents: VAE, text encoders and tokenizers."""
+    return digest_parts(model_dir, ("vae", *family.encoders, *map(tokenizer_of, family.encoders)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,22 +171,18 @@ def latent_shapes(model_dir: str | Path, resolution: int) -> tuple[tuple[int, in
 class LatentFiles:
     """A data set of latents, as plain values, which workers read in pieces; a chunk is a row group of a file.
 
-    chunks: ((file, row group, rows), ...); image_shape: (c, h, w); caption_shape: (L, D).
-    prescaled: the image column holds one scaled sample per row, not the posterior's mean with a std column beside it.
+    chunks: ((file, row group, rows), ...). fields: Fields; without "std" the column of "mean" holds one scaled sample
+    per row, not the posterior's mean.
     """
 
     location: str
     chunks: tuple
-    image_column: str
-    caption_column: str
-    image_shape: tuple
-    caption_shape: tuple
-    prescaled: bool
+    fields: dict
 
     @property
     def fingerprint(self) -> list:
         """Values that determine the rows, whatever the location."""
-        return [self.chunks, self.image_column, self.caption_column]
+        return [self.chunks, *(column for field, (column, _) in self.fields.items() if field != "std")]
 
     @property
     def chunk_rows(self) -> tuple[int, ...]:
@@ -146,23 +190,16 @@ class LatentFiles:
         return tuple(rows for _, _, rows in self.chunks)
 
     def __call__(self, item: dict[str, int]) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the rows of a piece {"chunk", "first", "last"}, float32.
-
-        {"mean": [B, c, h, w], "std": [B, c, h, w], "prompt": [B, L, D]}; prescaled latents have no "std".
-        """
+        """Yield the rows of a piece {"chunk", "first", "last"}: {field: [B, ...] float32}."""
         if not is_remote(self.location):
             check_on_node(self.location, "--data")
         name, group, _ = self.chunks[item["chunk"]]
-        columns = {"mean": self.image_column, "std": f"{self.image_column}_std", "prompt": self.caption_column}
-        if self.prescaled:
-            del columns["std"]
         with open_parquet(Folder(self.location), name) as parquet:
-            table = parquet.read_row_group(group, columns=list(columns.values()))
+            table = parquet.read_row_group(group, columns=[column for column, _ in self.fields.values()])
         table = table.slice(item["first"], item["last"] - item["first"])
-        shapes = {"prompt": self.caption_shape}
         yield {
-            key: from_column(table[column], shapes.get(key, self.image_shape), f"{name}: column {column}")
-            for key, column in columns.items()
+            field: from_column(table[column], shape, f"{name}: column {column}")
+            for field, (column, shape) in self.fields.items()
         }
 
 
@@ -179,28 +216,57 @@ def open_latents(
     Raises BadInput if the data does not fit the model, or has no metadata.json and is not prescaled; CheckFailed if a
     file is missing or damaged.
     """
-    folder = Folder(location)
+    folder, family = Folder(location), find_family(model_dir, SUPPORTED)
     if folder.kind() != "folder":
         raise BadInput(f"--data {location} is not a folder: pass the --output_dir of preprocess.py")
     metadata = json.loads(folder.read(METADATA) or "{}")
     if metadata:
-        _check_metadata(location, metadata, model_dir, resolution)
+        _check_metadata(location, metadata, model_dir, family, resolution)
         _check_files(folder)
     elif folder.read(RECORD):
         raise BadInput(f"--data {location} is not finished: run the same preprocess.py command again")
     elif not prescaled:
         raise BadInput(f"--data {location} has no {METADATA}: pass --prescaled_latents if it holds scaled samples")
-    image_column = image_column or f"image_latents_{resolution}"
-    wanted = [image_column] if prescaled else [image_column, f"{image_column}_std"]
-    list_file = partial(_list_chunks, folder, wanted, caption_column)
-    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        files = list(pool.map(list_file, folder.names(".parquet")))
-    chunks = [chunk for _, chunks in files for chunk in chunks]
-    if not chunks:
+    files = _list_files(folder)
+    if not files:
         raise BadInput(f"--data {location} holds no rows")
-    shapes = latent_shapes(model_dir, resolution)
-    caption_column = next(caption for caption, _ in files if caption)
-    return LatentFiles(location, tuple(chunks), image_column, caption_column, *shapes, prescaled)
+    images, captions = image_fields(family, model_dir, resolution), caption_fields(family, model_dir)
+    if image_column:
+        images |= {"mean": (image_column, images["mean"][1]), "std": (f"{image_column}_std", images["std"][1])}
+    if prescaled:
+        del images["std"]
+    fields = images | _name_captions(captions, caption_column, next(columns for columns, _ in files.values()))
+    _check_columns(location, files, fields)
+    chunks = tuple((name, group, rows) for name, (_, groups) in files.items() for group, rows in groups)
+    return LatentFiles(location, chunks, fields)
+
+
+def _list_files(folder):
+    """Return {name: (columns, [(row group, rows)])} of the Parquet files that hold rows."""
+    names = list(folder.names(".parquet"))
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        footers = list(pool.map(partial(read_footer, folder), names))
+    filled = [(columns, [(group, rows) for group, rows in groups if rows]) for columns, groups, _ in footers]
+    return {name: footer for name, footer in zip(names, filled, strict=True) if footer[1]}
+
+
+def _name_captions(captions, caption_column, columns):
+    """Return the fields of captions with their columns; caption_column: of the flag; columns: those of a file."""
+    if len(captions) > 1:
+        if caption_column:
+            raise BadInput(f"--caption_latents_column names one column, the model takes {len(captions)}: leave it out")
+        return captions
+    ((field, (usual, shape)),) = captions.items()
+    published = "caption_embeddings" if usual not in columns and "caption_embeddings" in columns else usual
+    return {field: (caption_column or published, shape)}
+
+
+def _check_columns(location, files, fields):
+    for name, (columns, _) in files.items():
+        missing = [column for column, _ in fields.values() if column not in columns]
+        if missing:
+            found = ", ".join(columns)
+            raise BadInput(f"{join(location, name)} has no column {missing[0]}: its columns are {found}")
 
 
 def _check_files(folder):
@@ -214,26 +280,17 @@ def _check_files(folder):
             raise CheckFailed(f"{place} is damaged, its size is not {size} bytes: encode the data again")
 
 
-def _list_chunks(folder, wanted, caption_column, name):
-    """Return (caption column, [(file, row group, rows)]) of a Parquet file; raise BadInput if a column is missing."""
-    columns, groups, _ = read_footer(folder, name)
-    if not sum(rows for _, rows in groups):
-        return None, []
-    usual = (column for column in ("caption_latents", "caption_embeddings") if column in columns)
-    caption = caption_column or next(usual, "caption_latents")
-    missing = [column for column in (*wanted, caption) if column not in columns]
-    if missing:
+def _check_metadata(location, metadata, model_dir, family, resolution):
+    made_for = metadata.get("family", SD.name)  # data sets without this value are older than the other families
+    if made_for != family.name:
         raise BadInput(
-            f"{join(folder.location, name)} has no column {missing[0]}: its columns are {', '.join(columns)}"
+            f"--data {location} holds latents for {made_for}, but --model_dir {model_dir} is a {family.name} model: "
+            "run preprocess.py with this model"
         )
-    return caption, [(name, group, rows) for group, rows in groups if rows]
-
-
-def _check_metadata(location, metadata, model_dir, resolution):
     if resolution not in metadata["resolutions"]:
         found = ", ".join(map(str, metadata["resolutions"]))
         raise BadInput(f"--data {location} holds latents of {found} pixels, not of --resolution {resolution}")
-    if metadata["encoders"] != digest_encoders(model_dir):
+    if metadata["encoders"] != digest_encoders(model_dir, family):
         raise BadInput(
             f"--data {location} was encoded with the VAE or text encoder of another model ({metadata['model']}) than "
             f"--model_dir {model_dir}: run preprocess.py with this model"

@@ -16,7 +16,7 @@ import numpy as np
 
 from common import cli
 from common.errors import BadInput
-from common.images import BadImage, crop_square, read_image
+from common.images import BadImage, crop_square, draw_crop, read_image
 from common.storage import Folder, is_remote, split
 from common.uris import shown
 from pretraining.raw_data import Source, read_rows
@@ -70,8 +70,9 @@ class Loader:
     def __call__(self, source: Source, first: int, count: int, epoch: int = 0) -> dict[str, Any]:
         """Return a chunk: up to `count` rows of a source, from row `first` on.
 
-        A chunk is {"keys", "captions", "bad": [[key, reason]], "pixels_256": [B, H, W, 3] uint8, ...}. A bad row is in
-        "bad" only. The crops depend on the number of a row in its source, not on `first`.
+        A chunk is {"keys", "captions", "bad": [[key, reason]], "crops": [B, 5], "pixels_256": [B, H, W, 3] uint8, ...}.
+        A row of "crops" is the width and height of the upright image, and left, top and whether it is mirrored of
+        draw_crop. A bad row is in "bad" only. The crops depend on the number of a row in its source, not on `first`.
         """
         return self.load(source, list(read_rows(source, first, count)), first, epoch)
 
@@ -85,14 +86,15 @@ class Loader:
             "keys": [row["key"] for row, _ in good],
             "captions": [row["caption"] for row, _ in good],
             "bad": [[row["key"], crops] for row, crops in zip(rows, loaded, strict=True) if isinstance(crops, str)],
+            "crops": np.array([crop for _, (crop, _) in good], np.int64).reshape(-1, 5),
         }
         for i, resolution in enumerate(self.resolutions):
             blank = np.empty((0, resolution, resolution, 3), np.uint8)
-            chunk[f"pixels_{resolution}"] = np.stack([crops[i] for _, crops in good]) if good else blank
+            chunk[f"pixels_{resolution}"] = np.stack([pixels[i] for _, (_, pixels) in good]) if good else blank
         return chunk
 
     def _load(self, source, row, number, epoch):
-        """Return the crops of one row, one for each resolution, or the reason why it is bad."""
+        """Return (crop, [its pixels at each resolution]) of one row, or the reason why it is bad."""
         try:
             row["caption"].encode()  # fails unless it is a str without lone surrogates, which JSON allows
         except (AttributeError, UnicodeError):
@@ -108,9 +110,11 @@ class Loader:
         except BadImage as error:
             return str(error) if data is row["image"] else shown(f"{row['image']}: {error}")
         number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # sources have crops of their own
-        rng = [row_rng(self.seed, CROP, epoch, number) for _ in self.resolutions]
-        pairs = zip(self.resolutions, rng, strict=True)
-        return [np.asarray(crop_square(image, size, r, self.random_crop, self.random_flip)) for size, r in pairs]
+        flags = self.random_crop, self.random_flip
+        rng, *rngs = [row_rng(self.seed, CROP, epoch, number) for _ in (None, *self.resolutions)]
+        pairs = zip(self.resolutions, rngs, strict=True)
+        pixels = [np.asarray(crop_square(image, size, each, *flags)) for size, each in pairs]
+        return (*image.size, *draw_crop(image.size, rng, *flags)), pixels
 
     def _fetch(self, source, address):
         """Return the bytes of an image at a URL, a URI, or a path relative to the source's folder."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from common.actors import map_on_actors
 from common.errors import BadInput
-from pretraining.latents import LatentEncoder, LatentFiles
+from pretraining.latents import LatentEncoder, LatentFiles, caption_fields, image_fields
 from pretraining.loader import Loader
 from pretraining.raw_data import Source
 
@@ -88,18 +88,18 @@ class PieceEncoder:
     """Encodes the loaded chunk of a piece; runs in an actor. options: of LatentEncoder."""
 
     def __init__(self, **options: Any) -> None:
-        self.encoder = LatentEncoder(**options)
-        self.name = f"image_latents_{options['resolutions'][0]}"
+        self.encoder, (resolution,) = LatentEncoder(**options), options["resolutions"]
+        family, model_dir = self.encoder.family, self.encoder.model_dir
+        self.fields = image_fields(family, model_dir, resolution) | caption_fields(family, model_dir)
 
     def __call__(self, chunk: dict[str, Any]) -> Arrays:
-        """Return {"mean": [B, c, h, w], "std": [B, c, h, w], "prompt": [B, L, D]}, float32."""
+        """Return the rows that LatentFiles yields, {field: [B, ...] float32}."""
         columns = self.encoder(chunk)
-        names = {"mean": self.name, "std": f"{self.name}_std", "prompt": "caption_latents"}
-        return {key: columns[name].astype(np.float32) for key, name in names.items()}
+        return {field: columns[column].astype(np.float32) for field, (column, _) in self.fields.items()}
 
 
 def make_load(data: LatentFiles | RawImages, pool: dict[str, Any]) -> Load:
-    """Return load(pieces), which yields {"mean", "std", "prompt"} of each piece, in order.
+    """Return load(pieces), which yields the rows of each piece, {field: [B, ...] float32}, in order.
 
     pool: num_workers and the placement options of map_on_actors.
     """

@@ -72,7 +72,7 @@ class Order:
 
 
 def stream_rows(order: Order, load: Load, position: int, num_rows: int) -> Iterator[Arrays]:
-    """Yield the windows that hold rows `position` to `position + num_rows` of an order, {"mean", "std", "prompt"} each.
+    """Yield the windows that hold rows `position` to `position + num_rows` of an order, {field: [B, ...]} each.
 
     The last window may hold further rows. load: see make_load.
     """
