@@ -84,10 +84,12 @@ def read_unet_config(path: str | Path | None, model_dir: str | Path) -> dict[str
     if not isinstance(config, dict):
         raise BadInput(f"--unet_config {path} is not a UNet configuration: pass the config.json of a UNet")
     found = Config(config, own.library, own.class_name)
-    for name in ("in_channels", "out_channels", "cross_attention_dim"):
-        if found[name] != own[name]:
-            needed = f"--model_dir {model_dir} needs {own[name]}"
-            raise BadInput(f"--unet_config {path} has {name} {found[name]}, but {needed}")
+    pairs = {name: (found[name], own[name]) for name in ("in_channels", "out_channels", "cross_attention_dim")}
+    added = ("addition_embed_type", "addition_time_embed_dim", "projection_class_embeddings_input_dim")
+    pairs |= {name: (dict.get(found, name), dict.get(own, name)) for name in added}  # None by default
+    for name, (value, needed) in pairs.items():
+        if value != needed:
+            raise BadInput(f"--unet_config {path} has {name} {value}, but --model_dir {model_dir} needs {needed}")
     return config
 
 

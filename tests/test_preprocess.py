@@ -18,6 +18,7 @@ import preprocess
 from common import errors, folders
 from common.images import crop_square, read_image, scale_pixels
 from common.storage import Folder
+from pipelines.families import SD
 from pretraining.latents import digest_encoders
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -176,7 +177,7 @@ def test_the_metadata_say_what_a_reader_must_know(whole, tiny_model):
         "bad_rows": 0,
         "scaled": False,
         "resolutions": [16, 32],
-        "encoders": digest_encoders(tiny_model),
+        "encoders": digest_encoders(tiny_model, SD()),
     }
     assert {name: metadata[name] for name in known} == known
     assert metadata["settings"]["seed"] == 0 and metadata["settings"]["crop"] == "center"

@@ -79,12 +79,12 @@ def test_losses_by_hand(request, model, snr_gamma, prescaled, num_rows):
     scheduler = DDPMScheduler.from_pretrained(request.getfixturevalue(model), subfolder="scheduler")
     torch.manual_seed(num_rows)
     batch = {name: torch.randn(num_rows, 4, 3, 2) for name in ("mean", "std", "noise", "posterior_noise")}
-    batch |= {"timesteps": torch.tensor([3, 500, 999])[:num_rows], "prompt": torch.randn(num_rows, 5, 6)}
+    batch |= {"timesteps": torch.tensor([3, 500, 999])[:num_rows], "text_encoder.hidden": torch.randn(num_rows, 5, 6)}
     if prescaled:
         del batch["std"]
 
     def half(noisy_latents, timesteps, prompt):
-        assert torch.equal(timesteps, batch["timesteps"]) and torch.equal(prompt, batch["prompt"])
+        assert torch.equal(timesteps, batch["timesteps"]) and torch.equal(prompt, batch["text_encoder.hidden"])
         return SimpleNamespace(sample=0.5 * noisy_latents)
 
     options = {"family": SD(), "objective": Diffusion(scheduler, snr_gamma), "vae_config": {"scaling_factor": 0.6}}
@@ -143,7 +143,7 @@ def phases(command, two_resolutions, tmp_path):
 def test_a_second_phase_goes_on_from_the_first(phases, command, two_resolutions, tiny_model, tmp_path):
     one, two = phases
     assert model_resolution(one) == RESOLUTION and model_resolution(two) == 2 * RESOLUTION
-    assert digest_encoders(two) == digest_encoders(one) == digest_encoders(tiny_model)
+    assert len({digest_encoders(folder, SD()) for folder in (two, one, tiny_model)}) == 1
     flags = {"output_dir": tmp_path / "slow", "resolution": 2 * RESOLUTION, "max_steps": 1, "lr": 1e-9, "ema_decay": 0}
     command(data=two_resolutions, model_dir=one, init_from_pretrained=True, **flags)
     went_on, first = weights(tmp_path / "slow"), weights(one)

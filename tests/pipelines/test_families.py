@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -104,6 +105,18 @@ def test_the_condition_is_what_the_pipeline_encodes(family, model_dir, pipeline)
     assert not torch.equal(found["prompt"][0], found["prompt"][1])
     if pooled is not None:
         assert torch.equal(found["pooled"], pooled)
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_the_shapes_of_captions_are_those_of_what_is_read(name, tiny_families, one_thread):
+    family, folder = find_family(tiny_families[name]), tiny_families[name]
+    shapes = {}
+    for encoder, ids in family.tokenize(folder, ["a cat"]).items():
+        module = loading.load_models(folder, (encoder,), torch.float32)[encoder]
+        shapes |= {
+            f"{encoder}.{key}": (1, *value.shape[1:]) for key, value in family.read(encoder, module, ids).items()
+        }
+    assert {field: (1, *shape) for field, shape in family.caption_shapes(folder).items()} == shapes
 
 
 @pytest.mark.parametrize("is_zero", [True, False])
@@ -211,6 +224,20 @@ def test_the_prediction_is_the_first_step_of_the_pipeline(model_dir):
 
 def test_the_prediction_of_a_flux_without_guidance_embedding(tmp_path, one_thread):
     check_prediction(make_tiny_flux(tmp_path / "flux", guidance_embeds=False))
+
+
+def test_time_ids_reach_the_denoiser_as_whole_numbers():
+    """FSDP casts floats among the arguments, and in bf16 1001 pixels are 1000."""
+    told = []
+
+    def denoiser(noisy, time, prompt, added_cond_kwargs):
+        told.append(added_cond_kwargs["time_ids"])
+        return SimpleNamespace(sample=noisy)
+
+    condition = {"prompt": torch.zeros(1, 2, 3), "pooled": torch.zeros(1, 4)}
+    condition["time_ids"] = torch.tensor([[1001.0, 4032, 0, 21, 896, 1152]])
+    SDXL().predict(denoiser, torch.zeros(1, 4, 2, 2), torch.tensor([3]), condition)
+    assert not told[0].is_floating_point() and told[0].tolist() == [[1001, 4032, 0, 21, 896, 1152]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

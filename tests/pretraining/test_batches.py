@@ -26,7 +26,7 @@ BATCHING = Batching(
     seed=5,
     objective=Diffusion(DDPMScheduler()),
 )
-NO_CAPTION = np.full((1, 1), -1, np.float32)
+NO_CAPTION = {"prompt": np.full((1, 1), -1, np.float16)}
 
 
 def batches_of(first, last, rank=0, world_size=1, **changes):

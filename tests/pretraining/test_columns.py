@@ -69,6 +69,12 @@ def test_numbers_come_back_from_a_file(make, tmp_path):
     assert np.array_equal(from_column(column.slice(1), SHAPE, "x"), values[1:])
 
 
+def test_whole_numbers_come_out_as_floats():
+    values = np.array([[3024, 4032, 0, 21, 896, 1001]], np.int32)
+    found = from_column(pa.FixedShapeTensorArray.from_numpy_ndarray(values), (6,), "x")
+    assert found.dtype == np.float32 and np.array_equal(found, values)
+
+
 ROW = [1.0] * 24
 BAD_COLUMNS = {
     "a null row": (pa.array([ROW, None, ROW]), "x holds 1 null values"),
@@ -81,10 +87,10 @@ BAD_COLUMNS = {
     "another order in lists": (pa.array(numbers(2, (2, 3, 4)).tolist()), r"of shape \(2, 3, 4\), but the model takes"),
     "not a number": (pa.array([[*ROW[1:], float("nan")]]), "x holds values that are not finite"),
     "infinity in float16": (pa.array([np.full(24, np.inf, np.float16)]), "x holds values that are not finite"),
-    "text": (pa.array(["a", "b"]), "x holds string, not floats"),
-    "structs": (pa.array([{"bytes": "a"}]), "x holds struct<bytes: string>, not floats"),
+    "text": (pa.array(["a", "b"]), "x holds string, not numbers"),
+    "structs": (pa.array([{"bytes": "a"}]), "x holds struct<bytes: string>, not numbers"),
     "ray's tensors of another order": (pa.array([{"data": ROW, "shape": [2, 3, 4]}]), "rows of shape"),
-    "lists of text": (pa.array([["a"] * 24]), "x holds string, not floats"),
+    "lists of text": (pa.array([["a"] * 24]), "x holds string, not numbers"),
 }
 
 

@@ -14,13 +14,16 @@ from tiny_models import RESOLUTION
 
 from common import errors
 from common.folders import MANIFEST
+from pipelines.families import SD, SDXL, find_family
 from pretraining import latents as latents_module
 from pretraining.columns import from_column, to_parquet
-from pretraining.latents import LatentEncoder, LatentFiles, digest_encoders, latent_shapes, open_latents
+from pretraining.latents import LatentEncoder, LatentFiles, caption_fields, digest_encoders, image_fields, open_latents
 from pretraining.parts import PartWriter
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
+
+SHAPES = {"mean": (4, 8, 8), "std": (4, 8, 8), "text_encoder.hidden": (24, 16)}
 
 
 def read_folder(folder):
@@ -39,12 +42,12 @@ def read_all(files):
 
 def test_pieces_are_ranges_of_the_rows_of_a_file(latents, tiny_model):
     files = open_latents(str(latents), str(tiny_model), RESOLUTION)
-    assert files.chunk_rows == (5, 5, 5, 5, 3) and not files.prescaled
+    assert files.chunk_rows == (5, 5, 5, 5, 3)
     rows = read_all(files)
-    assert rows["mean"].shape == rows["std"].shape == (23, 4, 8, 8) and rows["prompt"].shape == (23, 24, 16)
+    assert {name: values.shape[1:] for name, values in rows.items()} == SHAPES and len(rows["mean"]) == 23
     assert {values.dtype for values in rows.values()} == {np.dtype(np.float32)}
     table = read_folder(latents)
-    names = {"mean": "image_latents_16", "std": "image_latents_16_std", "prompt": "caption_latents"}
+    names = {"mean": "image_latents_16", "std": "image_latents_16_std", "text_encoder.hidden": "caption_latents"}
     for key, name in names.items():
         assert np.array_equal(rows[key], table[name].combine_chunks().to_numpy_ndarray().astype(np.float32))
     for first, last in ((0, 1), (2, 5), (1, 3)):
@@ -90,6 +93,16 @@ def test_latents_of_another_encoder_or_resolution_are_refused(latents, tiny_mode
         open_latents(str(latents), str(other), RESOLUTION)
 
 
+def test_a_data_set_that_names_no_family_is_of_stable_diffusion(copy, tiny_families):
+    metadata = json.loads((copy / latents_module.METADATA).read_text())
+    assert metadata.pop("family") == "stable-diffusion"
+    (copy / latents_module.METADATA).write_text(json.dumps(metadata))
+    assert open_latents(str(copy), str(tiny_families["sd"]), RESOLUTION).chunk_rows == (5, 5, 5, 5, 3)
+    words = r"^--data .*copy holds latents for stable-diffusion, but .*sdxl is a stable-diffusion-xl model: run prepro"
+    with pytest.raises(errors.BadInput, match=words):
+        open_latents(str(copy), str(tiny_families["sdxl"]), RESOLUTION)
+
+
 def test_an_unfinished_data_set_is_refused(copy, tiny_model):
     (copy / latents_module.METADATA).rename(copy / latents_module.RECORD)
     with pytest.raises(errors.BadInput, match=r"is not finished: run the same preprocess\.py command again"):
@@ -100,7 +113,7 @@ def test_without_metadata_only_scaled_samples_are_taken(copy, tiny_model):
     (copy / latents_module.METADATA).unlink()
     with pytest.raises(errors.BadInput, match=r"has no metadata\.json: pass --prescaled_latents"):
         open_latents(str(copy), str(tiny_model), RESOLUTION)
-    assert open_latents(str(copy), str(tiny_model), RESOLUTION, prescaled=True).prescaled
+    assert "std" not in open_latents(str(copy), str(tiny_model), RESOLUTION, prescaled=True).fields
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(latents, tiny_model):
@@ -177,10 +190,10 @@ def test_the_published_layout_is_read_as_scaled_samples(tiny_model, tmp_path, ca
         table = pa.table({"image_latents_16": make(image[rows]), caption_column: make(prompt[rows])})
         pq.write_table(table, tmp_path / f"{part}.parquet", row_group_size=3)
     files = open_latents(str(tmp_path), str(tiny_model), RESOLUTION, prescaled=True)
-    assert files.chunk_rows == (3, 1, 2) and files.caption_column == caption_column
+    assert files.chunk_rows == (3, 1, 2) and files.fields["text_encoder.hidden"][0] == caption_column
     rows = read_all(files)
-    assert rows.keys() == {"mean", "prompt"}
-    assert np.array_equal(rows["mean"], image) and np.array_equal(rows["prompt"], prompt)
+    assert rows.keys() == {"mean", "text_encoder.hidden"}
+    assert np.array_equal(rows["mean"], image) and np.array_equal(rows["text_encoder.hidden"], prompt)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -188,30 +201,40 @@ def test_the_published_layout_is_read_as_scaled_samples(tiny_model, tmp_path, ca
 
 
 def test_the_encoders_digest_ignores_the_unet(tiny_model, tmp_path):
-    digest = digest_encoders(tiny_model)
+    digest = digest_encoders(tiny_model, SD())
     copy = shutil.copytree(tiny_model, tmp_path / "copy")
     shutil.rmtree(copy / "unet")
     (copy / "model_index.json").unlink()
-    assert digest_encoders(copy) == digest
+    assert digest_encoders(copy, SD()) == digest
     for part in ("vae", "text_encoder", "tokenizer"):
         path = next(iter(sorted((copy / part).glob("*.json"))))
         text = path.read_text()
         path.write_text(text + " ")
-        assert digest_encoders(copy) != digest, part
+        assert digest_encoders(copy, SD()) != digest, part
         path.write_text(text)
-    assert digest_encoders(copy) == digest
+    assert digest_encoders(copy, SD()) == digest
 
 
-def test_the_shapes_are_those_of_the_model(tiny_model):
-    assert latent_shapes(tiny_model, 16) == ((4, 8, 8), (24, 16))
-    assert latent_shapes(tiny_model, 32) == ((4, 16, 16), (24, 16))
+def test_the_shapes_are_those_of_the_model(tiny_families):
+    sd, sdxl = tiny_families["sd"], tiny_families["sdxl"]
+    images = {"mean": ("image_latents_32", (4, 16, 16)), "std": ("image_latents_32_std", (4, 16, 16))}
+    assert image_fields(SD(), sd, 32) == images
+    assert image_fields(SDXL(), sdxl, 32) == images | {"time_ids": ("time_ids_32", (6,))}
+    assert caption_fields(SD(), sd) == {"text_encoder.hidden": ("caption_latents", (24, 16))}
+    assert caption_fields(SDXL(), sdxl) == {
+        "text_encoder.hidden": ("caption_text_encoder_hidden", (16, 32)),
+        "text_encoder_2.hidden": ("caption_text_encoder_2_hidden", (16, 48)),
+        "text_encoder_2.pooled": ("caption_text_encoder_2_pooled", (52,)),
+    }
 
 
 @pytest.fixture(scope="module")
 def chunk():
     rng = np.random.default_rng(0)
     pixels = {f"pixels_{size}": rng.integers(0, 256, (5, size, size, 3), dtype=np.uint8) for size in (16, 32)}
-    return {"keys": list("abcde"), "captions": ["a cat", "a dog", "", "a cat", "a dog"], "bad": [], **pixels}
+    crops = np.array([(24, 20, 3, 0, row % 2) for row in range(5)])
+    captions = ["a cat", "a dog", "", "a cat", "a dog"]
+    return {"keys": list("abcde"), "captions": captions, "bad": [], "crops": crops, **pixels}
 
 
 def test_latents_are_those_encoded_by_hand(tiny_model, chunk):
@@ -235,11 +258,48 @@ def test_latents_are_those_encoded_by_hand(tiny_model, chunk):
             assert columns[name][row] == pytest.approx(expected[0].numpy(), rel=1e-3, abs=1e-4)
 
 
+def test_captions_of_sdxl_are_those_encoded_by_hand(tiny_families, chunk):
+    """Through the family's condition; and each crop as SDXL is told of it."""
+    from diffusers import StableDiffusionXLPipeline
+
+    folder = tiny_families["sdxl"]
+    pipeline = StableDiffusionXLPipeline.from_pretrained(folder)
+    encoder = LatentEncoder(folder, (16, 32), batch_size=2, mixed_precision="no")
+    columns = encoder(chunk)
+    said = {name: {} for name in encoder.encoders}
+    for field, (column, shape) in caption_fields(SDXL(), folder).items():
+        assert columns[column].dtype == np.float16 and columns[column].shape == (5, *shape)
+        name, _, key = field.partition(".")
+        said[name][key] = torch.from_numpy(columns[column])
+    condition = SDXL().condition(said)
+    with torch.no_grad():
+        for row, caption in enumerate(chunk["captions"]):
+            prompt, _, pooled, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False)
+            assert condition["prompt"][row].numpy() == pytest.approx(prompt[0].numpy(), rel=1e-3, abs=1e-3)
+            assert condition["pooled"][row].numpy() == pytest.approx(pooled[0].numpy(), rel=1e-3, abs=1e-3)
+    assert columns["time_ids_16"].dtype == np.int32
+    # 24x20 resized by 0.8 or 1.6: 3 pixels on the left, or 1 on the right, which is the left of a mirrored image.
+    assert columns["time_ids_16"].tolist() == [[20, 24, 0, left, 16, 16] for left in (2, 1, 2, 1, 2)]
+    assert columns["time_ids_32"].tolist() == [[20, 24, 0, left, 32, 32] for left in (5, 2, 5, 2, 5)]
+
+
+@pytest.mark.parametrize(("name", "is_zero"), [("sd", False), ("sdxl", True), ("sdxl", False)])
+def test_no_caption_is_what_the_model_is_guided_by(tiny_families, tmp_path, name, is_zero):
+    copy = shutil.copytree(tiny_families[name], tmp_path / "copy")
+    index = json.loads((copy / "model_index.json").read_text())
+    (copy / "model_index.json").write_text(json.dumps(index | {"force_zeros_for_empty_prompt": is_zero}))
+    encoder = LatentEncoder(copy, (), 1, "no")
+    found, empty = encoder.encode_no_caption(), encoder.encode_captions([""])
+    assert {field: value.shape for field, value in found.items()} == find_family(copy).caption_shapes(copy)
+    for field, value in found.items():
+        assert np.array_equal(value, np.zeros_like(value) if is_zero else empty[field][0])
+
+
 def test_equal_captions_are_encoded_once(tiny_model, chunk):
     encoder = LatentEncoder(tiny_model, (16,), batch_size=2, mixed_precision="no")
     seen = []
-    encoder.text_encoder.register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
-    found = encoder.encode_captions(chunk["captions"])
+    encoder.encoders["text_encoder"].register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
+    (found,) = encoder.encode_captions(chunk["captions"]).values()
     assert seen == [2, 1]
     assert found.shape == (5, 24, 16)
     assert np.array_equal(found[0], found[3]) and np.array_equal(found[1], found[4])

@@ -8,6 +8,7 @@ import types
 import numpy as np
 import pytest
 from conftest import noise_png
+from PIL import Image
 from raw_files import make_kind, write_jsonl, write_parquet
 from tiny_models import RESOLUTION
 
@@ -284,3 +285,15 @@ def test_all_resolutions_show_the_same_crop(wide):
     halved = chunk["pixels_32"].reshape(10, 16, 2, 16, 2, 3).mean(axis=(2, 4))
     distance = np.abs(halved[:, None] - chunk["pixels_16"][None]).mean(axis=(2, 3, 4))
     assert (distance.argmin(axis=1) == np.arange(10)).all() and distance.diagonal().max() < 15
+
+
+@pytest.mark.parametrize("flags", [{"random_crop": False}, {"random_crop": True, "random_flip": True}])
+def test_a_chunk_says_where_each_crop_was(wide, flags):
+    chunk = make_loader(**flags)(list_sources(str(wide))[0], 0, 10)
+    assert len({tuple(crop) for crop in chunk["crops"].tolist()}) > 1 or not flags["random_crop"]
+    for i, (width, height, left, top, is_mirrored) in enumerate(chunk["crops"].tolist()):
+        assert (width, height, top) == (100, 20, 0)
+        image, sides = images.read_image(noise_png(i, 100, 20)), (RESOLUTION, RESOLUTION)
+        pixels = np.asarray(image.resize(sides, Image.Resampling.LANCZOS, box=(left, 0, left + 20, 20)))
+        found = chunk[f"pixels_{RESOLUTION}"][i]
+        assert np.array_equal(found[:, ::-1] if is_mirrored else found, pixels)

@@ -48,7 +48,7 @@ def test_other_rows_stand_in_for_a_bad_one(tmp_path, tiny_model):
     assert chunk["captions"] == ["picture 0", "picture 2", "picture 3", "picture 0"]
     assert np.array_equal(chunk["pixels_16"][0], chunk["pixels_16"][3]) and len(chunk["pixels_16"]) == 4
     (arrays,) = make_load(data, {"num_workers": 0})([piece(0, 0, 4)])
-    assert {name: len(values) for name, values in arrays.items()} == {"mean": 4, "std": 4, "prompt": 4}
+    assert {name: len(values) for name, values in arrays.items()} == {"mean": 4, "std": 4, "text_encoder.hidden": 4}
 
 
 def test_too_many_bad_rows_are_bad_input(tmp_path, tiny_model):

@@ -58,12 +58,12 @@ SHARDED = [name for name, mode in MODES.items() if mode[1] == "fsdp"]
 
 def make_batch(step, first, count):
     """Return rows first ... of a step, the same whoever asks."""
-    rows = {"mean": [], "noise": [], "prompt": [], "timesteps": []}
+    rows = {"mean": [], "noise": [], "text_encoder.hidden": [], "timesteps": []}
     for row in range(first, first + count):
         generator = torch.Generator().manual_seed(1000 * step + row)
         rows["mean"].append(torch.randn(4, 8, 8, generator=generator))
         rows["noise"].append(torch.randn(4, 8, 8, generator=generator))
-        rows["prompt"].append(torch.randn(24, 16, generator=generator))
+        rows["text_encoder.hidden"].append(torch.randn(24, 16, generator=generator))
         rows["timesteps"].append(torch.randint(1000, (), generator=generator))
     return {name: torch.stack(values) for name, values in rows.items()}
 
