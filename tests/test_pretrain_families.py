@@ -1,15 +1,18 @@
 """preprocess.py and pretrain.py with a tiny SDXL; other families are refused."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import make_latents
 from test_pretrain import assert_equal, assert_same_state, log_of, losses, short_sampling, weights  # noqa: F401
 
 import preprocess
+import pretrain
 from common import errors, folders
 
 CROPS = {"crop": "random", "random_flip": True}  # so that time_ids differ
@@ -105,12 +108,21 @@ def test_a_unet_of_another_configuration(command, tiny_families, tmp_path):
 
 
 @pytest.mark.ray
-def test_two_workers_of_fsdp_online_as_of_ddp_offline(command, raw_data, tmp_path, ray_session):
-    flags = {"max_steps": 2, "num_workers": 2, "mixed_precision": "no"}
-    command(output_dir=tmp_path / "ddp", **flags)
-    flags |= {"strategy": "fsdp", "data": raw_data, "online": True, "rows_per_file": 5, **CROPS}
-    command(output_dir=tmp_path / "fsdp", **flags)
-    assert losses(tmp_path / "fsdp.work") == pytest.approx(losses(tmp_path / "ddp.work"), abs=1e-5)
+def test_two_workers_with_fsdp_online(command, raw_data, tmp_path, ray_session, monkeypatch):
+    """As this process with the batches of both workers side by side."""
+    real = pretrain.make_batches
+
+    def both(task, place, *rest):
+        shares = [real(task, dataclasses.replace(place, rank=rank, world_size=2), *rest)[0] for rank in range(2)]
+        pairs = zip(*shares, strict=True)
+        return ({name: torch.cat([one[name], other[name]]) for name in one} for one, other in pairs), []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "make_batches", both)
+        command(output_dir=tmp_path / "one", max_steps=2)
+    flags = {"num_workers": 2, "strategy": "fsdp", "data": raw_data, "online": True, "rows_per_file": 5}
+    command(output_dir=tmp_path / "two", max_steps=2, **flags, **CROPS)
+    assert losses(tmp_path / "two.work") == pytest.approx(losses(tmp_path / "one.work"), abs=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
