@@ -35,7 +35,7 @@ from pretraining.resources import share_with_loaders
 from pretraining.streams import Order
 from training import checkpoints, driver, flags, launch, loop, parallel, resuming
 from training.inputs import check_inputs
-from training.modules import load_unet
+from training.modules import load_unet, recomputes
 from training.optimizer import make_optimizer
 from training.publishing import pretraining_card, publish_pipeline
 from training.task import Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
@@ -213,6 +213,7 @@ def prepare(task, place, start):
     config, schedule, compute, model_dir = task.pretraining, task.schedule, task.compute, task.output.model_dir
     loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
     dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
+    family = find_family(model_dir)
     unet = load_unet(
         config.unet,
         model_dir,
@@ -220,7 +221,7 @@ def prepare(task, place, start):
         start.folder,
         schedule.seed,
         from_pretrained=config.init_from_pretrained,
-        gradient_checkpointing=compute.gradient_checkpointing,
+        gradient_checkpointing=recomputes(family, compute.gradient_checkpointing, place.device),
         channels_last=config.strategy != "fsdp",
     )
     model = parallel.wrap(unet, place, config.strategy, config.fsdp_sharding, dtype)
@@ -228,7 +229,6 @@ def prepare(task, place, start):
     ema = parallel.Ema(unet.parameters(), config.ema_decay) if config.ema_decay else None
     if start.step and ema:
         checkpoints.restore_averages(start.folder and start.folder / "ema" / "unet", unet, ema, place)
-    family = find_family(model_dir)
     objective = family.objective(model_dir, config.snr_gamma)
     batches, held_out = make_batches(task, place, start.step, objective)
     options = {"model": model, "family": family, "objective": objective, "vae_config": read_config(model_dir, "vae")}

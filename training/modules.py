@@ -37,8 +37,7 @@ def load_modules(
     modules = {name: module.to(device).train() for name, module in modules.items()}
     if channels_last:
         modules[family.denoiser].to(memory_format=torch.channels_last)
-    if gradient_checkpointing is None:
-        gradient_checkpointing = family.recomputes and device.type == "cuda"
+    gradient_checkpointing = recomputes(family, gradient_checkpointing, device)
     for name, module in modules.items():
         module.requires_grad_(True)
         for each in family.unused(name, module):
@@ -46,6 +45,11 @@ def load_modules(
         if gradient_checkpointing:
             (getattr(module, "enable_gradient_checkpointing", None) or module.activation_checkpointing_enable)()
     return modules
+
+
+def recomputes(family: Family, gradient_checkpointing: bool | None, device: torch.device) -> bool:
+    """Return whether activations are recomputed; gradient_checkpointing: of the flag, None for the family's default."""
+    return family.recomputes and device.type == "cuda" if gradient_checkpointing is None else gradient_checkpointing
 
 
 def join_modules(family: Family, modules: Mapping[str, Any]) -> torch.nn.Module:
