@@ -182,7 +182,7 @@ tags: [{find_family(model_dir).name}, text-to-image]
 
 # {Path(output_dir).name}
 
-A UNet trained for {settings["max_train_steps"]} steps of {rows_per_step} images. Its VAE and text encoder are those of
+A UNet trained for {settings["max_train_steps"]} steps of {rows_per_step} images. Its other components are those of
 `{base}`.
 
 {_pictures(samples)}
