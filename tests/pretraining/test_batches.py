@@ -89,6 +89,18 @@ def test_every_row_without_its_caption_or_none():
         assert (batch["prompt"] == -1).all()
 
 
+def test_all_fields_of_a_caption_are_dropped_together():
+    load = fake_load(CHUNK_ROWS)
+    both = lambda pieces: ({**part, "pooled": part["mean"].reshape(-1, 1)} for part in load(pieces))  # noqa: E731
+    no_caption = {**NO_CAPTION, "pooled": np.full(1, -1, np.float16)}
+    order = Order(CHUNK_ROWS, 0, 1, 2, BATCHING.seed)
+    batches = list(training_batches(order, both, 0, 20, BATCHING, no_caption))
+    dropped = [(batch["prompt"].ravel() == -1).tolist() for batch in batches]
+    assert {False, True} == {each for row in dropped for each in row}
+    for batch in batches:
+        assert batch["pooled"].ravel().equal(batch["prompt"].ravel())
+
+
 def test_a_share_of_the_rows_has_no_caption_whoever_takes_them():
     import torch
 
