@@ -110,11 +110,15 @@ def column_shapes(model_dir: str, resolutions: Sequence[int]) -> dict[str, tuple
     return {column: shape for each in (*fields, caption_fields(family, model_dir)) for column, shape in each.values()}
 
 
-def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int], rows: int) -> None:
-    """Raise OutOfResource if the latents and caption embeddings of `rows` rows do not fit on the local disk."""
-    numbers = sum(map(math.prod, column_shapes(model_dir, resolutions).values()))
+def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int], rows: int) -> int:
+    """Return the bytes of the latents and caption embeddings of `rows` rows.
+
+    Raises OutOfResource if they do not fit on the local disk.
+    """
+    size = 2 * rows * sum(map(math.prod, column_shapes(model_dir, resolutions).values()))  # two bytes a number
     if not is_remote(output_dir):
-        folders.check_space([("--output_dir", output_dir, 2 * numbers * rows)])  # two bytes each
+        folders.check_space([("--output_dir", output_dir, size)])
+    return size
 
 
 def check_bad_rows(location: str, good: int, bad: list[list[str]], max_bad_fraction: float) -> None:
@@ -227,6 +231,11 @@ def main(args: argparse.Namespace) -> None:
         return messages.print_result(output_dir=args.output_dir, rows=metadata["rows"], bad_rows=metadata["bad_rows"])
     if metadata and not args.overwrite:
         folders.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
+    if args.dry_run:
+        rows = sum(source.num_rows for source in sources)
+        size = check_space_for(args.output_dir, args.model_dir, args.resolutions, rows)
+        check_model(args.model_dir)
+        return messages.print_result(dry_run=True, settings=settings, rows=rows, disk_bytes=size)
     work_dir = f"{args.output_dir}.work"
     with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK):
         folder = output if remote else Folder(f"{work_dir}/parts")
