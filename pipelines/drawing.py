@@ -21,10 +21,10 @@ from common.objects import local_copy, same_copy
 from common.storage import absolute, is_remote, split
 from common.targets import Files, Held, check_writable, join_name, lock
 from pipelines import loading, lora
-from pipelines.configs import check_resolution, components
+from pipelines.configs import check_resolution
 from pipelines.families import FAMILIES, family_of, say_what_is_cut, sides
 from pipelines.image_folder import read_metadata, wanted_images, whole_images, write_metadata
-from pipelines.model_folder import LORA_FILE, check_component, check_model, check_pipeline
+from pipelines.model_folder import check_model, check_pipeline
 from pipelines.samplers import SAMPLER
 from utils import image_seed
 
@@ -153,13 +153,8 @@ def check_model_and_sampler(model: dict[str, Any], sampler: dict[str, Any]) -> N
         for name in ("height", "width"):
             sampler[name] = sampler[name] or side
             check_resolution(model_dir, f"--{name}", sampler[name], multiple)
-    replaced = [name for name in components(index) if folder and (Path(folder) / name).is_dir()]
-    for name in replaced:
-        check_component(Path(str(folder)), name, index[name][1], "--checkpoint")
-    if folder and Path(folder, LORA_FILE).is_file():
-        lora.read(Path(folder, LORA_FILE), model_dir)
-    elif folder and not replaced:
-        raise BadInput(f"--checkpoint {folder} contains no component of the model: pass a checkpoint-... folder")
+    if folder:
+        loading.check_checkpoint(folder, model_dir)
     lora.check(model.get("loras", ()), model_dir)
 
 

@@ -28,6 +28,9 @@ UNET_LORA_ALL = (*UNET_LORA, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out")
 JOINT_LORA = (*UNET_LORA, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 JOINT_LORA_ALL = (*JOINT_LORA, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
+# Prefixes and kinds of names in the single file of the original code.
+ORIGINAL = {"vae": ("first_stage_model.", "vae"), "unet": ("model.diffusion_model.", "unet")}
+
 
 class Sizes(NamedTuple):
     """Pixels per side: that a model was trained on, of which sides are multiples, of a latent cell; latent channels."""
@@ -92,6 +95,26 @@ class Family:
     def webui_facts(self, model_dir: str | Path) -> dict[str, str]:
         """Return the metadata by which web UIs tell for which kind of model a LoRA file is."""
         return {}
+
+    def model_spec(self, model_dir: str | Path, title: str) -> dict[str, str]:
+        """Return the metadata of a file by https://github.com/Stability-AI/ModelSpec, without its implementation."""
+        side = self.sizes(model_dir).resolution
+        facts = {"title": title, "architecture": self.architecture(model_dir), "resolution": f"{side}x{side}"}
+        prediction = read_config(model_dir, "scheduler").get("prediction_type")
+        if prediction in ("epsilon", "v_prediction"):
+            facts["prediction_type"] = prediction.removesuffix("_prediction")
+        return {f"modelspec.{name}": value for name, value in {"sai_model_spec": "1.0.0", **facts}.items()}
+
+    def original(self, model_dir: str | Path) -> dict[str, tuple[str, str]]:
+        """Return {component: (prefix, names)} of its weights in the single file of the original code; see `names`.
+
+        names: "unet", "vae", "clip" or "open_clip". Empty where Diffusers' folder is the only form that is supported.
+        """
+        return {}
+
+    def architecture(self, model_dir: str | Path) -> str:
+        """Return the name of the model's kind in ModelSpec."""
+        return self.name
 
     def tokenize(self, model_dir: str | Path, prompts: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the token ids that each text encoder reads: {encoder: [n, L] int64}."""
@@ -183,10 +206,23 @@ class SD(Family):
     guidance_scale = 7.5
     num_inference_steps = 50
 
+    def _is_v2(self, model_dir):
+        return read_config(model_dir, "unet")["cross_attention_dim"] == 1024
+
     def webui_facts(self, model_dir):
-        is_v2 = read_config(model_dir, "unet")["cross_attention_dim"] == 1024
-        kind = {"modelspec.architecture": f"stable-diffusion-v{2 if is_v2 else 1}/lora"}
-        return kind | ({"ss_v2": "True"} if is_v2 else {})
+        return {"ss_v2": "True"} if self._is_v2(model_dir) else {}
+
+    def original(self, model_dir):
+        encoder = ("cond_stage_model.transformer.", "clip")
+        if self._is_v2(model_dir):
+            encoder = ("cond_stage_model.model.", "open_clip")
+        return {**ORIGINAL, "text_encoder": encoder}
+
+    def architecture(self, model_dir):
+        if not self._is_v2(model_dir):
+            return "stable-diffusion-v1"
+        is_v = read_config(model_dir, "scheduler")["prediction_type"] == "v_prediction"
+        return f"stable-diffusion-v2-{'768-v' if is_v else '512'}"
 
     def read(self, name, encoder, ids):
         return {"hidden": encoder(ids)[0]}
@@ -214,7 +250,14 @@ class SDXL(Family):
     num_inference_steps = 50
 
     def webui_facts(self, model_dir):
-        return {"ss_base_model_version": "sdxl_base_v1-0", "modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}
+        return {"ss_base_model_version": "sdxl_base_v1-0"}
+
+    def original(self, model_dir):
+        first, second = "conditioner.embedders.0.transformer.", "conditioner.embedders.1.model."
+        return {**ORIGINAL, "text_encoder": (first, "clip"), "text_encoder_2": (second, "open_clip")}
+
+    def architecture(self, model_dir):
+        return "stable-diffusion-xl-v1-base"
 
     def read(self, name, encoder, ids):
         output = encoder(ids, output_hidden_states=True)
@@ -334,6 +377,9 @@ class FLUX(Family):
 
     def condition(self, said):
         return {"prompt": said["text_encoder_2"]["hidden"], "pooled": said["text_encoder"]["pooled"]}
+
+    def architecture(self, model_dir):
+        return f"flux-1-{'dev' if read_config(model_dir, self.denoiser)['guidance_embeds'] else 'schnell'}"
 
     def objective(self, model_dir, snr_gamma=None):
         return load_flow(model_dir, snr_gamma)

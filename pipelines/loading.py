@@ -16,7 +16,7 @@ from common.errors import BadInput, CheckFailed
 from common.messages import say
 from pipelines import lora
 from pipelines.configs import components, read_index
-from pipelines.model_folder import LORA_FILE, weights_variant
+from pipelines.model_folder import LORA_FILE, check_component, weights_variant
 from pipelines.samplers import use_sampler
 
 if TYPE_CHECKING:
@@ -64,6 +64,38 @@ def compute_dtype(mixed_precision: str, device_type: str, on_any: Callable[[bool
             mixed_precision = "fp16"
             say(f"{torch.cuda.get_device_name()} has no bf16 units: --mixed_precision auto uses fp16")
     return {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed_precision]
+
+
+def storage_dtype(save_dtype: str) -> torch.dtype:
+    """Return the data type of --save_dtype."""
+    import torch
+
+    return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[save_dtype]
+
+
+def weight_shapes(model_dir: str | Path, name: str) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the weights of a model's component by its configuration; nothing is allocated."""
+    import torch
+
+    library, class_name = read_index(model_dir)[name]
+    component = getattr(importlib.import_module(library), class_name)
+    load = component.config_class.from_pretrained if library == "transformers" else component.load_config
+    config = load(os.path.join(model_dir, name), local_files_only=True)
+    with torch.device("meta"):
+        model = component(config) if library == "transformers" else component.from_config(config)
+    return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+
+
+def check_checkpoint(checkpoint: str | Path, model_dir: str | Path) -> None:
+    """Raise BadInput or CheckFailed unless a checkpoint has components of a model, or a LoRA of it, that are whole."""
+    index = read_index(model_dir)
+    replaced = [name for name in components(index) if Path(checkpoint, name).is_dir()]
+    for name in replaced:
+        check_component(Path(checkpoint), name, index[name][1], "--checkpoint")
+    if Path(checkpoint, LORA_FILE).is_file():
+        lora.read(Path(checkpoint, LORA_FILE), model_dir)
+    elif not replaced:
+        raise BadInput(f"--checkpoint {checkpoint} contains no component of the model: pass a checkpoint-... folder")
 
 
 def load_models(

@@ -19,9 +19,10 @@ from common.errors import BadInput, CheckFailed, TryAgain
 from common.messages import say
 from common.objects import local_copy
 from common.storage import absolute
-from pipelines.configs import components, read_index
-from pipelines.families import family_of
+from pipelines.configs import components, read_config, read_index
+from pipelines.families import family_of, find_family
 from pipelines.model_folder import LORA_FILE, component_files, digest_model
+from pipelines.names import file_name, has_original_names, plain_name, unet_name
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 FACTS = "lora_adapter_metadata"  # in the file's metadata: rank and alpha of each component, as JSON, by Diffusers
 BASE = "base_sha256"  # in the file's metadata: digest of the model that was trained
-TEXT_MODEL = "text_model."
 PARTS = {  # ends of names in files: of peft and Diffusers, older Diffusers, kohya
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
@@ -46,9 +46,9 @@ PARTS = {  # ends of names in files: of peft and Diffusers, older Diffusers, koh
 # The flag
 
 
-def add_lora_flag(group: argparse._ArgumentGroup) -> None:
-    """Add --lora to a script that draws."""
-    lora = "LoRA to draw with: folder that train.py --lora wrote, its URI, or a .safetensors file; may be repeated"
+def add_lora_flag(group: argparse._ArgumentGroup, use: str = "draw with") -> None:
+    """Add --lora to a script; use: what it does with LoRAs."""
+    lora = f"LoRA to {use}: folder that train.py --lora wrote, its URI, or a .safetensors file; may be repeated"
     group.add_argument("--lora", type=parse_flag, action="append", default=[], metavar="LORA[:SCALE]", help=lora)
 
 
@@ -111,16 +111,6 @@ def fuse_all(loras: Iterable[Mapping[str, Any]], model_dir: str | Path, pipeline
 # Names
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a module, or a weight, without the prefix of text encoders."""
-    return name.removeprefix(TEXT_MODEL)
-
-
-def file_name(component: str, module: str) -> str:
-    """Return the name of a module in files: a text encoder's with its prefix (T5 never has a LoRA)."""
-    return f"{TEXT_MODEL if component.startswith('text_encoder') else ''}{module}"
-
-
 def weight_shapes(model_dir: str | Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return {component: {module: shape of its weight}} of a model folder, from the headers of its files."""
     from safetensors import safe_open
@@ -141,14 +131,17 @@ def weight_shapes(model_dir: str | Path) -> dict[str, dict[str, tuple[int, ...]]
 def _owners(model_dir: str | Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[str, str]]:
     """Return {name in a file, without its end: (component, module)}, in all spellings that programs use."""
     family = family_of(model_dir)
-    owners = {}
+    unet = read_config(model_dir, "unet") if "unet" in shapes else {}
+    has_originals, owners = bool(unet) and has_original_names(unet), {}
     for component, modules in shapes.items():
         prefix = family.webui.get(component) if family else None
         for module in modules:
             name = file_name(component, module)
-            owners |= {f"{component}.{each}": (component, module) for each in (module, name)}
+            spellings = [f"{component}.{each}" for each in (module, name)]
             if prefix:
-                owners[f"{prefix}_{name.replace('.', '_')}"] = component, module
+                original = [unet_name(module, unet)] if component == "unet" and has_originals else []
+                spellings += [f"{prefix}_{each.replace('.', '_')}" for each in (name, *original)]
+            owners |= dict.fromkeys(spellings, (component, module))
     return owners
 
 
@@ -233,6 +226,15 @@ def diffusers_tensors(lora: Lora) -> dict[str, torch.Tensor]:
         for module, pair in modules.items()
         for part, tensor in zip("AB", pair, strict=True)
     }
+
+
+def webui_metadata(model_dir: str | Path, title: str, rank: int) -> dict[str, str]:
+    """Return the metadata of a LoRA file for other programs; rank: the largest of its modules."""
+    family = find_family(model_dir)
+    facts = {"ss_network_dim": str(rank), "ss_network_alpha": str(rank), "ss_output_name": title}
+    spec = family.model_spec(model_dir, title) | {"modelspec.implementation": "diffusers"}
+    spec["modelspec.architecture"] += "/lora"
+    return facts | spec | family.webui_facts(model_dir)
 
 
 def webui_tensors(lora: Lora, prefixes: Mapping[str, str]) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ import numpy as np
 from common.errors import CheckFailed
 from pipelines import lora
 from pipelines.families import Family, find_family
+from pipelines.loading import storage_dtype
 from pipelines.model_folder import LORA_FILE
 from training import checkpoints
 from training.task import Adapters
@@ -103,10 +104,9 @@ def write_result(checkpoint: Path, folder: Path, name: str, settings: Adapters, 
 
     name: of the file for web UIs, NAME_webui.safetensors. base: digest of the model.
     """
-    import torch
     from safetensors.torch import save_file
 
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[settings.save_dtype]
+    dtype = storage_dtype(settings.save_dtype)
     weights = {
         component: {each: (down.to(dtype), up.to(dtype)) for each, (down, up) in found.items()}
         for component, found in lora.read(checkpoint / LORA_FILE, model_dir).items()
@@ -115,7 +115,7 @@ def write_result(checkpoint: Path, folder: Path, name: str, settings: Adapters, 
     save_file(lora.diffusers_tensors(weights), folder / LORA_FILE, metadata=digest)
     family = find_family(model_dir)
     if family.webui:
-        facts = {"ss_network_dim": str(settings.lora), "ss_network_alpha": str(settings.lora), "ss_output_name": name}
-        facts |= {"modelspec.sai_model_spec": "1.0.0", "modelspec.title": name, **family.webui_facts(model_dir)}
+        assert settings.lora, "no LoRA is asked for"
+        facts = lora.webui_metadata(model_dir, name, settings.lora)
         tensors = lora.webui_tensors(weights, family.webui)
         save_file(tensors, folder / f"{name}_webui.safetensors", metadata=digest | facts)

@@ -22,6 +22,7 @@ from common.messages import say
 from common.objects import local_copy
 from common.storage import is_remote, split
 from common.targets import Held
+from pipelines.names import clip_name
 from training.parallel import Ema, is_sharded, place_like
 from training.workers import Place
 
@@ -236,10 +237,7 @@ def clip_text_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     transformers 5 drops the prefix `text_model.` from the names of CLIPTextModel and reads both. Older releases
     initialize weights randomly whose names lack it.
     """
-    return {
-        name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor
-        for name, tensor in module.state_dict().items()
-    }
+    return {clip_name(name): tensor for name, tensor in module.state_dict().items()}
 
 
 def write_share(folder: str | Path, stem: str, tensors: dict[str, Any], place: Place | None = None) -> None:

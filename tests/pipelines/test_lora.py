@@ -11,8 +11,10 @@ from tiny_models import RANK, SPELLINGS, random_lora, write_lora
 
 from common import errors
 from pipelines import loading, lora
+from pipelines.configs import read_config
 from pipelines.families import find_family
 from pipelines.model_folder import LORA_FILE, digest_model
+from pipelines.names import unet_name
 
 NAMES = r"lora_(unet|te|te1|te2)_[a-z0-9_]+\.(lora_down\.weight|lora_up\.weight|alpha)"
 
@@ -64,6 +66,22 @@ def test_each_spelling_is_the_same_lora(name, spelling, tiny_families, tmp_path)
     assert lora.diffusers_tensors(found).keys() == lora.diffusers_tensors(made).keys()
     for key, tensor in lora.diffusers_tensors(made).items():
         assert torch.equal(lora.diffusers_tensors(found)[key], tensor), key
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_names_of_the_original_code_are_the_same_lora(name, tiny_families, tmp_path):
+    """As kohya's scripts write them for SDXL: lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q."""
+    folder = tiny_families[name]
+    config = dict(read_config(folder, "unet"))
+    made = {"unet": random_lora(folder)["unet"]}
+    as_kohya = {unet_name(module, config): pair for module, pair in made["unet"].items()}
+    tensors = lora.webui_tensors({"unet": as_kohya}, find_family(folder).webui)
+    place = "input_blocks_1_1" if name == "sd" else "input_blocks_3_1"
+    assert f"lora_unet_{place}_transformer_blocks_0_attn1_to_q.lora_down.weight" in tensors
+    save_file(tensors, tmp_path / "one.safetensors")
+    found = lora.diffusers_tensors(lora.read(tmp_path / "one.safetensors", folder))
+    expected = lora.diffusers_tensors(made)
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
 
 
 def test_names_without_text_model_are_read_too(tiny_model, tmp_path):
