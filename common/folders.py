@@ -45,21 +45,32 @@ def sha256_files(paths: Iterable[str | Path]) -> list[str]:
         return list(pool.map(sha256_file, paths))
 
 
-def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write a file atomically: to a temporary file that is synced to disk, then renamed."""
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield the path of a temporary file to write; it is then synced to disk and renamed to `path`, or removed."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield beside
+        sync(beside)
         os.replace(beside, path)
     except OSError as error:
         error.filename = error.filename or str(path)  # the error of a full disk names no file
         raise
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write a file atomically: to a temporary file that is synced to disk, then renamed."""
+    with replacing(path) as beside:
+        beside.write_bytes(data)
+
+
+def make_readable(path: Path) -> None:
+    """Give a file the usual permissions: safetensors creates files that only the owner can read."""
+    os.umask(umask := os.umask(0))
+    path.chmod(0o666 & ~umask)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -196,9 +207,8 @@ def publish(folder: str | Path, target: str | Path, **facts: Any) -> None:
     """
     folder, target = Path(folder), Path(target)
     files = describe_files(folder)
-    os.umask(umask := os.umask(0))
     for name in files:
-        (folder / name).chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
+        make_readable(folder / name)
         sync(folder / name)
     write_json(folder / MANIFEST, {**facts, "files": files})
     for path in [path for path in folder.rglob("*") if path.is_dir()] + [folder]:

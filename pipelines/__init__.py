@@ -8,6 +8,8 @@ objectives    what a denoiser learns: a diffusion or a flow
 model_folder  file checks, weight variants, copies and digests of a model folder
 loading       load models and pipelines, encode and draw with them
 lora          files of LoRAs: read, checked, fused, written for Diffusers and web UIs
+names         names of modules and weights in files, also those of Stable Diffusion's original code
+single_file   a whole model as one file of other programs, written and read
 samplers      sampler flags and the scheduler that a pipeline draws with
 prompts       files of prompts, subject identifiers
 image_folder  file names and metadata.jsonl of generated images

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,15 @@ import numpy as np
 import pytest
 from fake_hub import running_hub
 from PIL import Image
-from tiny_models import RESOLUTION, make_tiny_flux, make_tiny_model, make_tiny_sd3, make_tiny_sdxl
+from tiny_models import (
+    RESOLUTION,
+    make_tiny_flux,
+    make_tiny_model,
+    make_tiny_sd2,
+    make_tiny_sd3,
+    make_tiny_sdxl,
+    make_whole_vae,
+)
 
 from common import cache, cli, messages, objects
 
@@ -142,6 +151,15 @@ def tiny_families(tiny_model, tmp_path_factory):
     folder, makers = tmp_path_factory.mktemp("families"), {"sdxl": make_tiny_sdxl, "sd3": make_tiny_sd3}
     others = {name: make(folder / name) for name, make in (makers | {"flux": make_tiny_flux}).items()}
     return {"sd": tiny_model, **others}
+
+
+@pytest.fixture(scope="session")
+def single_file_families(tiny_families, tmp_path_factory):
+    """{name: folder} of tiny models that have a single file, with attention in the VAE: SD 1, SD 2 and SDXL."""
+    folder = tmp_path_factory.mktemp("single-file-families")
+    made = {name: shutil.copytree(tiny_families[name], folder / name) for name in ("sd", "sdxl")}
+    made["sd2"] = make_tiny_sd2(shutil.copytree(tiny_families["sd"], folder / "sd2"))
+    return {name: make_whole_vae(place) for name, place in made.items()}
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT
 
 SCRIPTS = ("copy_photos", "cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate", "push_model")
+SCRIPTS += ("export", "import_model")
 PACKAGES = ("common", "pipelines", "training", "pretraining", "evaluation")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "recipes", "assets", "prompts", "models", "docs", "deploy", ".ci")
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -337,7 +338,9 @@ def test_commands_are_found():
         found[name] = [split_variables(words)[1] for line in lines for words in split_commands(line)]
     assert [words for words in found["README.md"] if words[:1] == ["./run.sh"]] == [["./run.sh"]] * 2
     scripts = {words[1] for words in found["docs/training.md"] if words[:1] == ["python"]}
-    assert scripts == {"cache_model.py", "run_model.py", "train.py", "evaluate.py"}
+    assert scripts == {
+        f"{name}.py" for name in ("cache_model", "run_model", "train", "evaluate", "export", "import_model")
+    }
     assert sum(words[:2] == ["python", "pretrain.py"] for words in found["docs/pretraining.md"]) == 3
     long = next(words for words in found["docs/training.md"] if words[:2] == ["python", "train.py"])
     assert long[-2:] == ["--max_train_pairs", "800"]  # on the third line

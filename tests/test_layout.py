@@ -70,4 +70,5 @@ def test_each_package_says_what_it_holds():
 
 def test_the_top_level_holds_what_a_person_runs():
     scripts = {"copy_photos", "cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate", "push_model"}
+    scripts |= {"export", "import_model"}
     assert {path.stem for path in ROOT.glob("*.py")} == scripts | {"dataset", "utils"}

@@ -170,6 +170,27 @@ def make_tiny_sdxl(folder):
     return Path(folder)
 
 
+def make_whole_vae(folder):
+    """Give a tiny model a VAE with attention, which real ones have."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(1)
+    config = AutoencoderKL.load_config(folder / "vae")
+    AutoencoderKL.from_config({**config, "mid_block_add_attention": True}).save_pretrained(folder / "vae")
+    return folder
+
+
+def make_tiny_sd2(folder):
+    """Give a tiny Stable Diffusion the width of the text encoder that tells version 2 from version 1."""
+    from diffusers import UNet2DConditionModel
+
+    config = UNet2DConditionModel.load_config(folder / "unet")
+    UNet2DConditionModel.from_config({**config, "cross_attention_dim": 1024}).save_pretrained(folder / "unet")
+    make_tiny_text_encoder(make_tiny_clip_tokenizer(24), 1024, num_layers=1).save_pretrained(folder / "text_encoder")
+    return folder
+
+
 def make_tiny_sd3(folder):
     """Save a StableDiffusion3Pipeline of random weights, with text encoders of widths 24, 32 and 64."""
     import torch

@@ -167,6 +167,8 @@ REMEDIES = [
     ("push_model", "--model_dir m --push_to_hub r", "use a machine or a GPU with more memory"),
     ("cache_model", "--model_name n --model_dir m", "use a machine or a GPU with more memory"),
     ("copy_photos", "--instance_images_dir i --output_dir o", "use a machine or a GPU with more memory"),
+    ("export", "--model_dir m --output_file o.safetensors", "use a machine or a GPU with more memory"),
+    ("import_model", "--from_file f --model_dir m --output_dir o", "use a machine or a GPU with more memory"),
 ]  # fmt: skip
 
 
