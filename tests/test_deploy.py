@@ -145,7 +145,7 @@ def test_the_settings_of_a_rayjob_are_variables_of_run_sh(name):
     lines = subprocess.run(
         ["bash", ROOT / "run.sh", "settings"], env={**os.environ, **variables}, capture_output=True, text=True
     ).stdout
-    assert f"DATA_PREFIX={variables['DATA_PREFIX']}\n" in lines and "LR=5e-6\n" in lines
+    assert f"DATA_PREFIX={variables['DATA_PREFIX']}\n" in lines and "CLIP_MODEL=openai/clip-vit-base-patch32\n" in lines
 
 
 def test_the_rayjobs_differ_in_their_folders_alone():
