@@ -618,14 +618,19 @@ def test_8_bit_adam_asks_for_its_package(command, no_models, monkeypatch):
 
 
 def test_a_pipeline_of_another_kind_is_refused(command, no_models, tiny_model, tmp_path):
-    """SDXL has two text encoders and conditions on sizes and crops: not to be trained as if it had not."""
+    """One of no family, and one that lacks a part of its family, as SD 3 without T5 does."""
     import shutil
 
-    shutil.copytree(tiny_model, tmp_path / "xl")
-    index = tmp_path / "xl" / "model_index.json"
-    index.write_text(index.read_text().replace('"StableDiffusionPipeline"', '"StableDiffusionXLPipeline"'))
-    with pytest.raises(errors.BadInput, match=r"is a StableDiffusionXLPipeline; supported: StableDiffusionPipeline$"):
-        command(model_dir=tmp_path / "xl")
+    others = {
+        "KandinskyPipeline": "supported: StableDiffusionPipeline",
+        "StableDiffusionXLPipeline": "no text_encoder_2",
+    }
+    for name, said in others.items():
+        shutil.copytree(tiny_model, tmp_path / name)
+        index = tmp_path / name / "model_index.json"
+        index.write_text(index.read_text().replace('"StableDiffusionPipeline"', f'"{name}"'))
+        with pytest.raises(errors.BadInput, match=said):
+            command(model_dir=tmp_path / name)
 
 
 def test_bad_folders(command, no_models, tmp_path, tiny_model):

@@ -6,7 +6,7 @@ from typing import Any
 
 from common import cli, targets
 from common.errors import BadInput
-from pipelines.configs import check_resolution
+from pipelines.configs import check_resolution, components, read_index
 from pipelines.families import FAMILIES, Family, Sizes, find_family
 from pipelines.model_folder import check_pipeline, digest_model
 
@@ -26,6 +26,9 @@ def check_inputs(
     """
     check_pipeline(args.model_dir)
     family = find_family(args.model_dir, supported)
+    missing = {family.denoiser, *family.encoders} - components(read_index(args.model_dir)).keys()
+    if missing:
+        raise BadInput(f"--model_dir {args.model_dir} has no {min(missing)}, without which it cannot be trained")
     sizes = family.sizes(args.model_dir)
     use_defaults(args, family, sizes)
     check_resolution(args.model_dir, "--resolution", args.resolution, sizes.multiple)
