@@ -107,6 +107,7 @@ def test_a_unet_of_another_configuration(command, tiny_families, tmp_path):
         command(unet_config=tmp_path / "unet.json", max_steps=1, overwrite=True)
 
 
+@pytest.mark.faults  # a minute; SD's two workers are in every run
 @pytest.mark.ray
 def test_two_workers_with_fsdp_online(command, raw_data, tmp_path, ray_session, monkeypatch):
     """As this process with the batches of both workers side by side."""

@@ -93,6 +93,7 @@ def test_with_class_images_and_a_resumed_run_is_bit_equal(name, command, tiny_fa
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.faults  # a minute; SD's two workers are in every run
 @pytest.mark.ray
 def test_both_encoders_of_sdxl_on_two_workers(tune, tiny_families, tmp_path, ray_session):
     """What no prediction depends on stays as it was, without an error of DDP; all else has an optimizer state."""
@@ -144,7 +145,7 @@ def test_what_a_family_cannot_do_is_refused(name, flags, said, command, tiny_fam
         command(model_dir=tiny_families[name], **flags)
 
 
-@pytest.mark.parametrize("name", ALL[1:])
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
 def test_a_lora_is_evaluated(name, tiny_families, tiny_model, photos, class_images, tmp_path, capsys):
     """SD has tests of its own."""
     model_dir = tiny_families[name]
@@ -161,7 +162,7 @@ def test_a_lora_is_evaluated(name, tiny_families, tiny_model, photos, class_imag
     assert measures["subject_clip"]["tuned"]["value"] != measures["subject_clip"]["base"]["value"]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ["sdxl", "sd3"])
 def test_a_dry_run_says_what_the_run_will_do(name, command, tiny_families, capsys):  # noqa: F811
     """And writes nothing; the run itself then trains as many weights and writes files of that size."""
     flags = {"model_dir": tiny_families[name], "lora": 4, "max_train_steps": 2, **SIDE.get(name, {})}

@@ -75,15 +75,9 @@ def test_the_text_encoder_can_stay_as_it_is(tune):
     assert all(key.startswith("unet.") for key in adapters_of(tune.output_dir))
 
 
-def test_the_loss_falls(tune, photos):
-    tune(max_train_steps=20, class_images_dir=None, class_prompt=None, prior_loss_weight=0, max_variants=1)
-    found = losses(tune.work_dir)
-    assert np.isfinite(found).all() and np.mean(found[-5:]) < np.mean(found[:5])
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_resumed_run_is_bit_equal(dropout, tune, tmp_path):
-    flags = {"lora_dropout": dropout, "checkpointing_steps": 1, "save_dtype": "fp32", "max_failures": 0}
+def test_a_resumed_run_is_bit_equal(tune, tmp_path):
+    """With dropout; without it, tests/test_train_families.py."""
+    flags = {"lora_dropout": 0.1, "checkpointing_steps": 1, "save_dtype": "fp32", "max_failures": 0}
     tune(**flags, output_dir=tmp_path / "whole")
     for steps in (1, 2, 4):
         tune(**flags, max_train_steps=steps)
@@ -95,6 +89,7 @@ def test_a_resumed_run_is_bit_equal(dropout, tune, tmp_path):
     assert one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)
 
 
+@pytest.mark.faults  # half a minute; SDXL's two workers are in every run
 @pytest.mark.ray
 def test_two_workers_train_what_one_does(tune, tmp_path, ray_session):
     flags = {"save_dtype": "fp32", "mixed_precision": "no"}

@@ -44,7 +44,7 @@ def test_values_come_before_flags_and_flags_before_defaults():
 @pytest.mark.parametrize(
     ("script", "topics", "given"),
     [
-        (train, (train.DreamBooth,), {"pairs_per_step", "pairs", "posteriors_dir", "skipped_images"}),
+        (train, (train.DreamBooth, task.Adapters), {"pairs_per_step", "pairs", "posteriors_dir", "skipped_images"}),
         (pretrain, (pretrain.Pretraining,), {"unet", "rows_per_step", "data", "pool"}),
     ],
 )
@@ -52,7 +52,7 @@ def test_each_field_of_a_topic_is_a_flag_or_given(script, topics, given):
     """A field that no flag is called like would end in a TypeError only once the data is read."""
     args = script.parse_args(ARGS[script.__name__].split())
     shared = (task.Optimization, task.Compute, task.Images, task.Schedule, task.Output)
-    optional = {"num_threads", "min_workers", "is_on_cluster", "use_8bit_adam"}
+    optional = {"num_threads", "min_workers", "is_on_cluster", "use_8bit_adam", "text_encoder_lr"}
     optional |= {"validation_prompts", "num_validation_images"}
     later = given | {"settings", "owner", "max_train_steps", "work_dir"} | optional
     for topic in (*shared, *topics):
