@@ -28,7 +28,7 @@ from pipelines.families import find_family
 from pipelines.model_folder import check_model, count_weights, count_weights_of
 from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
-from pretraining.inputs import add_data_flags, open_data
+from pretraining.inputs import add_data_flags, add_model_flags, open_data
 from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
 from pretraining.resources import share_with_loaders
@@ -51,7 +51,7 @@ def parse_args(argv=None):
     """Parse the command line."""
     parser = cli.make_parser(__doc__)
     add_data_flags(parser)
-    _add_model_flags(parser)
+    add_model_flags(parser)
     _add_training_flags(parser)
     add_hub_flags(parser.add_argument_group("upload"))
     group = cli.add_shared_flags(parser)
@@ -75,25 +75,6 @@ def parse_args(argv=None):
     if args.unet_config and args.init_from_pretrained:
         parser.error("--unet_config makes a new UNet, --init_from_pretrained loads the model's: use only one of them")
     return args
-
-
-def _add_model_flags(parser):
-    group = parser.add_argument_group("model")
-    model = "folder of the pipeline with the VAE, text encoders and scheduler"
-    group.add_argument("--model_dir", required=True, help=model)
-    config = "config.json of the UNet to initialize randomly; default: the configuration of the model's UNet"
-    group.add_argument("--unet_config", help=config)
-    group.add_argument("--init_from_pretrained", action="store_true", help="start from the weights of the model's UNet")
-    output = "folder of the trained pipeline; it appears when it is complete"
-    group.add_argument("--output_dir", required=True, help=output)
-    group.add_argument("--storage_path", help="folder of experiments; default: the parent folder of --output_dir")
-    name = "name of the folder in --storage_path for checkpoints and logs; default: OUTPUT_DIR.work"
-    group.add_argument("--experiment_name", help=name)
-    group.add_argument("--overwrite", action="store_true", help="replace an earlier run of other settings")
-    prompts = "prompt to draw a sample of for the model card; may be repeated"
-    group.add_argument("--sample_prompts", action="append", default=[], help=prompts)
-    scale = "classifier-free guidance scale of the samples; default: by the model, 7.5 for Stable Diffusion"
-    group.add_argument("--guidance_scale", type=cli.non_negative_float, help=scale)
 
 
 def _add_training_flags(parser):

@@ -8,6 +8,6 @@ parts      writes one Parquet file of latents per chunk of rows: the actor of pr
 streams    order of the rows on each worker
 online     raw data encoded while training
 batches    training and validation batches, with noise and timesteps
-inputs     the flags of the data, and what they name
+inputs     the flags of data and model, and what they name
 resources  CPUs and GPUs of the actors that load data
 """

@@ -1,4 +1,4 @@
-"""The data of pretrain.py: its flags, and the data that they name, checked and opened."""
+"""The inputs of pretrain.py: flags of its data and its model, and the data that they name, checked and opened."""
 
 import argparse
 
@@ -27,6 +27,26 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     window = "number of row groups that are shuffled together"
     group.add_argument("--shuffle_window", type=cli.positive_int, default=16, help=window)
     add_raw_data_flags(parser.add_argument_group("raw data (with --online)"))
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model that pretrain.py trains, and of its results."""
+    group = parser.add_argument_group("model")
+    model = "folder of the pipeline with the VAE, text encoders and scheduler"
+    group.add_argument("--model_dir", required=True, help=model)
+    config = "config.json of the UNet to initialize randomly; default: the configuration of the model's UNet"
+    group.add_argument("--unet_config", help=config)
+    group.add_argument("--init_from_pretrained", action="store_true", help="start from the weights of the model's UNet")
+    output = "folder of the trained pipeline; it appears when it is complete"
+    group.add_argument("--output_dir", required=True, help=output)
+    group.add_argument("--storage_path", help="folder of experiments; default: the parent folder of --output_dir")
+    name = "name of the folder in --storage_path for checkpoints and logs; default: OUTPUT_DIR.work"
+    group.add_argument("--experiment_name", help=name)
+    group.add_argument("--overwrite", action="store_true", help="replace an earlier run of other settings")
+    prompts = "prompt to draw a sample of for the model card; may be repeated"
+    group.add_argument("--sample_prompts", action="append", default=[], help=prompts)
+    scale = "classifier-free guidance scale of the samples; default: by the model, 7.5 for Stable Diffusion"
+    group.add_argument("--guidance_scale", type=cli.non_negative_float, help=scale)
 
 
 def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:

@@ -8,6 +8,7 @@ flags        command-line flags of both scripts       logs         log.jsonl and
 workers      a worker's place among the others        validation   validation images
 loop         the training loop                        publishing   the published pipeline and its model card
 modules      the modules to train, loaded             inputs       checks of flags and folders
+dreambooth_flags  command-line flags of train.py alone
 adapters     the adapters of a LoRA: added, saved, published
 estimate     memory that a training takes, calculated
 work_folder  log and images of a run, on a disk or copied to a store
