@@ -73,8 +73,8 @@ def storage_dtype(save_dtype: str) -> torch.dtype:
     return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[save_dtype]
 
 
-def weight_shapes(model_dir: str | Path, name: str) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of the weights of a model's component by its configuration; nothing is allocated."""
+def empty_model(model_dir: str | Path, name: str) -> Any:
+    """Return a component of a model by its configuration, on the meta device: its weights have shapes and no memory."""
     import torch
 
     library, class_name = read_index(model_dir)[name]
@@ -82,8 +82,7 @@ def weight_shapes(model_dir: str | Path, name: str) -> dict[str, tuple[int, ...]
     load = component.config_class.from_pretrained if library == "transformers" else component.load_config
     config = load(os.path.join(model_dir, name), local_files_only=True)
     with torch.device("meta"):
-        model = component(config) if library == "transformers" else component.from_config(config)
-    return {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        return component(config) if library == "transformers" else component.from_config(config)
 
 
 def check_checkpoint(checkpoint: str | Path, model_dir: str | Path) -> None:

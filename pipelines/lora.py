@@ -21,7 +21,7 @@ from common.objects import local_copy
 from common.storage import absolute
 from pipelines.configs import components, read_config, read_index
 from pipelines.families import family_of, find_family
-from pipelines.model_folder import LORA_FILE, component_files, digest_model
+from pipelines.model_folder import LORA_FILE, digest_model, read_shapes
 from pipelines.names import file_name, has_original_names, plain_name, unet_name
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FACTS = "lora_adapter_metadata"  # in the file's metadata: rank and alpha of each component, as JSON, by Diffusers
 BASE = "base_sha256"  # in the file's metadata: digest of the model that was trained
+WEIGHT = ".weight"  # end of the name of a module's weight
 PARTS = {  # ends of names in files: of peft and Diffusers, older Diffusers, kohya
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
@@ -111,21 +112,14 @@ def fuse_all(loras: Iterable[Mapping[str, Any]], model_dir: str | Path, pipeline
 # Names
 
 
-def weight_shapes(model_dir: str | Path) -> dict[str, dict[str, tuple[int, ...]]]:
+def module_shapes(model_dir: str | Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return {component: {module: shape of its weight}} of a model folder, from the headers of its files."""
-    from safetensors import safe_open
-
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for component in components(read_index(model_dir)):
-        found = shapes.setdefault(component, {})
-        for path in component_files(Path(model_dir, component)).values():
-            if path.suffix != ".safetensors":
-                continue
-            with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118
-                    if name.endswith(".weight"):
-                        found[plain_name(name.removesuffix(".weight"))] = tuple(file.get_slice(name).get_shape())
-    return {component: found for component, found in shapes.items() if found}
+    shapes = {component: read_shapes(Path(model_dir, component)) for component in components(read_index(model_dir))}
+    return {
+        component: {plain_name(name[: -len(WEIGHT)]): shape for name, shape in own.items() if name.endswith(WEIGHT)}
+        for component, own in shapes.items()
+        if own
+    }
 
 
 def _owners(model_dir: str | Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[str, str]]:
@@ -155,7 +149,7 @@ def read(path: Path, model_dir: str | Path) -> Lora:
     Raises BadInput for a file that is no LoRA of such a model, CheckFailed for a damaged one.
     """
     tensors, metadata = _open(path)
-    shapes = weight_shapes(model_dir)
+    shapes = module_shapes(model_dir)
     owners, found, unknown = _owners(model_dir, shapes), {}, []
     for key, tensor in tensors.items():
         end = next((each for each in PARTS if key.endswith(each)), None)

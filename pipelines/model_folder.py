@@ -95,19 +95,23 @@ def check_safetensors(path: Path) -> None:
         raise CheckFailed(f"{path} is damaged ({error}): fetch the model again") from None
 
 
-def count_weights(folder: str | Path) -> int:
-    """Return the number of weights of a model folder or a component; further variants are not counted."""
+def read_shapes(part: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the weights of a component that are loaded, from the headers of its files."""
     from safetensors import safe_open
 
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in component_files(part).values():
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="np") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def count_weights(folder: str | Path) -> int:
+    """Return the number of weights of a model folder or a component; further variants are not counted."""
     folder = Path(folder)
     parts = [folder, *(path for path in folder.iterdir() if path.is_dir())]
-    total = 0
-    for part in parts:
-        for path in component_files(part).values():
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="np") as file:
-                    total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total
+    return sum(math.prod(shape) for part in parts for shape in read_shapes(part).values())
 
 
 def count_weights_of(unet_config: dict[str, Any]) -> int:

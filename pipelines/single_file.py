@@ -160,7 +160,11 @@ def read(path: Path, model_dir: str, folder: Path) -> None:
     from safetensors import safe_open
 
     renames = original_names(model_dir)
-    shapes = {component: loading.weight_shapes(model_dir, component) for component in renames}
+    models = {component: loading.empty_model(model_dir, component) for component in renames}
+    shapes = {
+        component: {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        for component, model in models.items()
+    }
     keys = {component: _by_key(found, renames[component]).keys() for component, found in shapes.items()}
     shutil.copyfile(Path(model_dir, "model_index.json"), folder / "model_index.json")
     with safe_open(path, framework="pt") as file:

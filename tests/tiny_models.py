@@ -276,7 +276,7 @@ def random_lora(model_dir, layers="all"):
     from pipelines import lora
     from pipelines.families import find_family
 
-    family, shapes = find_family(model_dir), lora.weight_shapes(model_dir)
+    family, shapes = find_family(model_dir), lora.module_shapes(model_dir)
     generator, made = torch.Generator().manual_seed(0), {}
     for component in (family.denoiser, *family.trainable):
         for module in family.adapted(component, shapes[component], layers):

@@ -31,7 +31,7 @@ NAME = "default"  # peft's name of an adapter that has none
 
 def count_weights(family: Family, model_dir: str | Path, trained: tuple[str, ...], rank: int, layers: str) -> int:
     """Return the number of weights of the adapters of a model, from the headers of its files."""
-    shapes = lora.weight_shapes(model_dir)
+    shapes = lora.module_shapes(model_dir)
     found = (
         shapes[component][name]
         for component in trained

@@ -8,37 +8,17 @@ libraries, CUDA itself, fragmentation.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipelines import loading
-from pipelines.configs import components, read_config, read_index
 from pipelines.families import Family
 from pipelines.tokens import max_tokens
 from training import adapters
 from training.task import ALL_WEIGHTS, Adapters
 
-if TYPE_CHECKING:
-    import torch
-
 HALF, SINGLE = 2, 4  # bytes
-
-
-def make_modules(model_dir: str | Path, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return {name: component} of a model folder in bf16 on the meta device, which has no memory."""
-    import torch
-
-    index, found = components(read_index(model_dir)), {}
-    for name in names:
-        library, class_name = index[name]
-        component, config = getattr(importlib.import_module(library), class_name), dict(read_config(model_dir, name))
-        with torch.device("meta"):
-            is_own = hasattr(component, "from_config")  # of Diffusers
-            module = component.from_config(config) if is_own else component(component.config_class.from_dict(config))
-        found[name] = module.to(torch.bfloat16).train()
-    return found
 
 
 @contextlib.contextmanager
@@ -107,8 +87,13 @@ def device_bytes(
 
     rows: images in a batch. is_recomputed: gradient checkpointing. adam_bytes: for each trained weight.
     """
+    import torch
+
     loading.set_up_torch("cpu")
-    modules = make_modules(model_dir, (family.denoiser, *family.encoders))
+    modules = {
+        name: loading.empty_model(model_dir, name).to(torch.bfloat16).train()
+        for name in (family.denoiser, *family.encoders)
+    }
     trained = family.trained(trains_text_encoders)
     for name, module in modules.items():
         module.requires_grad_(name in trained and not settings.lora)

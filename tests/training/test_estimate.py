@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipelines import lora
+from pipelines import loading, lora
 from pipelines.families import find_family
-from training.estimate import device_bytes, make_modules
+from training.estimate import device_bytes
 from training.task import Adapters
 
 NAMES = ["sd", "sdxl", "sd3", "flux"]
@@ -18,7 +18,7 @@ def estimate(model_dir, rows=2, trains=False, is_recomputed=False, side=16, **fl
 def test_the_weights_are_those_of_the_files(name, tiny_families):
     """All weights: 4 bytes each, gradients as many, two averages; a LoRA: 2 bytes of the base, 4 of its own."""
     family, folder = find_family(tiny_families[name]), tiny_families[name]
-    count = sum(each.numel() for each in make_modules(folder, (family.denoiser,))[family.denoiser].parameters())
+    count = sum(each.numel() for each in loading.empty_model(folder, family.denoiser).parameters())
     found = estimate(folder)
     assert (found["weights"], found["gradients"], found["adam"], found["copies"]) == (
         4 * count,
@@ -26,7 +26,7 @@ def test_the_weights_are_those_of_the_files(name, tiny_families):
         8 * count,
         2 * count,
     )
-    shapes = lora.weight_shapes(folder)[family.denoiser]
+    shapes = lora.module_shapes(folder)[family.denoiser]
     names = [
         each
         for each in family.adapted(family.denoiser, shapes, "attention")
