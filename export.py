@@ -23,8 +23,6 @@ from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline, count_weights
 from pipelines.names import original_names
 
-BYTES = {"fp16": 2, "bf16": 2, "fp32": 4}  # of a weight
-
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
@@ -40,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--output_file", required=True, help="file to write, NAME.safetensors, on this machine's disk")
     group.add_argument("--lora_only", action="store_true", help="write the LoRA alone, without the model")
     dtype = "data type of the weights in the file"
-    group.add_argument("--save_dtype", choices=tuple(BYTES), default="fp16", help=dtype)
+    group.add_argument("--save_dtype", choices=tuple(loading.STORAGE_DTYPES), default="fp16", help=dtype)
     group.add_argument("--overwrite", action="store_true", help="replace an existing file")
     add_shared_flags(parser)
     args = parser.parse_args(argv)
@@ -66,7 +64,7 @@ def check_output(output_file: str, overwrite: bool) -> None:
 def export_model(args: argparse.Namespace, path: Path, title: str) -> None:
     """Write the whole model."""
     weights = sum(count_weights(Path(args.model_dir, component)) for component in original_names(args.model_dir))
-    check_space([("--output_file", path.parent, weights * BYTES[args.save_dtype])])
+    check_space([("--output_file", path.parent, weights * loading.storage_dtype(args.save_dtype).itemsize)])
     tensors = single_file.collect(args.model_dir, args.checkpoint, args.lora, args.save_dtype)
     metadata = find_family(args.model_dir).model_spec(args.model_dir, title)
     single_file.write(tensors, path, metadata | {"modelspec.implementation": single_file.IMPLEMENTATION})

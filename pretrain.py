@@ -202,7 +202,7 @@ def prepare(task, place, start):
         start.folder,
         schedule.seed,
         from_pretrained=config.init_from_pretrained,
-        gradient_checkpointing=recomputes(family, compute.gradient_checkpointing, place.device),
+        gradient_checkpointing=recomputes(family, compute.gradient_checkpointing, place.device.type),
         channels_last=config.strategy != "fsdp",
     )
     model = parallel.wrap(unet, place, config.strategy, config.fsdp_sharding, dtype)

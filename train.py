@@ -32,7 +32,7 @@ from pipelines.upload import add_hub_flags, check_hub_flags
 from training import adapters, checkpoints, driver, estimate, flags, launch, loop, parallel, resuming, validation
 from training.dreambooth_flags import add_data_flags, add_image_flags, add_training_flags
 from training.inputs import check_inputs, check_method
-from training.modules import join_modules, load_modules
+from training.modules import join_modules, load_modules, recomputes
 from training.optimizer import make_optimizer
 from training.publishing import dreambooth_card, publish_pipeline
 from training.task import Adapters, Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
@@ -49,9 +49,6 @@ CACHE_SETTINGS = """
     model instance_images_dir class_images_dir resolution random_crop random_flip max_variants skip_bad_images seed
     mixed_precision
 """.split()  # noqa: SIM905
-
-# Flags of a LoRA that decide its weights or files too.
-LORA_SETTINGS = ("lora", "lora_alpha", "lora_dropout", "lora_layers", "rslora", "save_dtype", "merge")
 
 IMAGES_DIRS = ("instance_images_dir", "class_images_dir")
 CARD_IMAGES = 4  # samples on the model card
@@ -221,7 +218,7 @@ def read_inputs(args):
     images_dirs = {name: getattr(args, name) for name in IMAGES_DIRS}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **images_dirs)
     check_method(args)
-    more = LORA_SETTINGS if args.lora else ()  # older results lack settings that they do not need
+    more = flags.LORA_SETTINGS if args.lora else ()  # older results lack settings that they do not need
     more = [*more, "text_encoder_lr"] if args.text_encoder_lr else more
     settings |= {name: getattr(args, name) for name in more}
     images = {name: find_images(folder, f"--{name}") for name, folder in images_dirs.items() if folder}
@@ -273,7 +270,7 @@ def explain(args, settings, images, steps):
     *_, pairs, num_pairs = check_photos(args, settings, images, steps)
     weights, needs = check_needs(args, len(pairs.rows_used(num_pairs)))
     family, rows = find_family(args.model_dir), args.train_batch_size * (2 if images.get("class_images_dir") else 1)
-    is_recomputed = family.recomputes if args.gradient_checkpointing is None else args.gradient_checkpointing
+    is_recomputed = recomputes(family, args.gradient_checkpointing, "cuda")
     adam = 2 if args.use_8bit_adam else 8
     options = (args.resolution, args.train_text_encoder, is_recomputed, from_flags(Adapters, args), adam)
     gpu = estimate.device_bytes(family, args.model_dir, rows, *options)

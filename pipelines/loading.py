@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
+STORAGE_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}  # values of --save_dtype: types of torch
 PART_FOR_WEIGHTS = 0.7  # of a GPU's free memory; the rest is for activations
 
 
@@ -70,7 +71,7 @@ def storage_dtype(save_dtype: str) -> torch.dtype:
     """Return the data type of --save_dtype."""
     import torch
 
-    return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[save_dtype]
+    return getattr(torch, STORAGE_DTYPES[save_dtype])
 
 
 def empty_model(model_dir: str | Path, name: str) -> Any:

@@ -16,6 +16,7 @@ from pipelines import loading
 from pipelines.families import Family
 from pipelines.tokens import max_tokens
 from training import adapters
+from training.modules import recompute
 from training.task import ALL_WEIGHTS, Adapters
 
 HALF, SINGLE = 2, 4  # bytes
@@ -98,7 +99,7 @@ def device_bytes(
     for name, module in modules.items():
         module.requires_grad_(name in trained and not settings.lora)
         if is_recomputed and name in trained:
-            (getattr(module, "enable_gradient_checkpointing", None) or module.activation_checkpointing_enable)()
+            recompute(module)
     base = sum(parameter.numel() for name in trained for parameter in modules[name].parameters())
     if settings.lora:
         adapters.add_adapters(family, {name: modules[name] for name in trained}, settings, 0, None)

@@ -1,9 +1,13 @@
 """The flags that train.py and pretrain.py share, with the defaults of each."""
 
 import argparse
+from dataclasses import fields
 
 from common import cli
+from pipelines.loading import STORAGE_DTYPES
+from training.task import Adapters
 
+LORA_SETTINGS = tuple(field.name for field in fields(Adapters))  # flags of a LoRA, which decide its weights or files
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 
 
@@ -46,7 +50,7 @@ def add_lora_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--lora_layers", choices=("attention", "all"), default="attention", help=layers)
     group.add_argument("--rslora", action="store_true", help="scale by alpha / sqrt(RANK): arXiv 2312.03732")
     kind = "data type of the weights in the files"
-    group.add_argument("--save_dtype", choices=("fp16", "bf16", "fp32"), default="fp16", help=kind)
+    group.add_argument("--save_dtype", choices=tuple(STORAGE_DTYPES), default="fp16", help=kind)
     group.add_argument("--merge", action="store_true", help="write the whole pipeline to --output_dir too")
 
 
@@ -55,8 +59,7 @@ def check_lora(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     if args.lora:
         args.lora_alpha = args.lora_alpha or float(args.lora)
         return
-    names = ("lora_alpha", "lora_dropout", "lora_layers", "rslora", "save_dtype", "merge")
-    given = [name for name in names if getattr(args, name) != parser.get_default(name)]
+    given = [name for name in LORA_SETTINGS if getattr(args, name) != parser.get_default(name)]
     if given:
         parser.error(f"--{given[0]} has no effect without --lora")
 

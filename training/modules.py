@@ -37,19 +37,24 @@ def load_modules(
     modules = {name: module.to(device).train() for name, module in modules.items()}
     if channels_last:
         modules[family.denoiser].to(memory_format=torch.channels_last)
-    gradient_checkpointing = recomputes(family, gradient_checkpointing, device)
+    is_recomputed = recomputes(family, gradient_checkpointing, device.type)
     for name, module in modules.items():
         module.requires_grad_(True)
         for each in family.unused(name, module):
             module.get_parameter(each).requires_grad_(False)
-        if gradient_checkpointing:
-            (getattr(module, "enable_gradient_checkpointing", None) or module.activation_checkpointing_enable)()
+        if is_recomputed:
+            recompute(module)
     return modules
 
 
-def recomputes(family: Family, gradient_checkpointing: bool | None, device: torch.device) -> bool:
+def recomputes(family: Family, gradient_checkpointing: bool | None, device_type: str) -> bool:
     """Return whether activations are recomputed; gradient_checkpointing: of the flag, None for the family's default."""
-    return family.recomputes and device.type == "cuda" if gradient_checkpointing is None else gradient_checkpointing
+    return family.recomputes and device_type == "cuda" if gradient_checkpointing is None else gradient_checkpointing
+
+
+def recompute(module: Any) -> None:
+    """Turn on gradient checkpointing in a model of Diffusers or Transformers."""
+    (getattr(module, "enable_gradient_checkpointing", None) or module.activation_checkpointing_enable)()
 
 
 def join_modules(family: Family, modules: Mapping[str, Any]) -> torch.nn.Module:
@@ -95,6 +100,6 @@ def load_unet(
         unet = UNet2DConditionModel.from_config(unet_config)
     unet.register_to_config(sample_size=unet_config["sample_size"])
     if gradient_checkpointing:
-        unet.enable_gradient_checkpointing()
+        recompute(unet)
     unet = unet.to(place.device).train()
     return unet.to(memory_format=torch.channels_last) if channels_last else unet
