@@ -45,12 +45,12 @@ class Family:
     """A family of models, with what most of them have in common.
 
     pipeline: the class in Diffusers. trainable: the text encoders that can be trained. large: those of billions of
-    weights. tokens: the length of a prompt
-    where the pipeline limits it, not the tokenizer. lora: {layers: names of the denoiser's modules that get an
-    adapter}. webui: {component: prefix of its modules in LoRA files of web UIs}, empty where these read the names of
-    Diffusers. trains_whole: whether all weights can be trained, not only a LoRA. recomputes: whether activations are
-    recomputed on a GPU (gradient checkpointing) unless a flag says otherwise. lr, lora_lr, trains_text_encoders,
-    guidance_scale, num_inference_steps: defaults. is_guided_by_prompt: whether a negative prompt has an effect.
+    weights. tokens: the length of a prompt where the pipeline limits it, not the tokenizer. lora: {layers: names of the
+    denoiser's modules that get an adapter}. webui: {component: prefix of its modules in LoRA files of web UIs}, empty
+    where these read the names of Diffusers. trains_whole: whether all weights can be trained, not only a LoRA.
+    recomputes: whether activations are recomputed on a GPU (gradient checkpointing) unless a flag says otherwise. lr,
+    lora_lr, trains_text_encoders, guidance_scale, num_inference_steps: defaults. is_guided_by_prompt: whether a
+    negative prompt has an effect.
     """
 
     name: str
@@ -116,12 +116,20 @@ class Family:
         """Return the name of the model's kind in ModelSpec."""
         return self.name
 
+    def prompt_length(self, model_dir: str | Path, encoder: str) -> int:
+        """Return the number of tokens that a text encoder reads of a prompt."""
+        return self.tokens.get(encoder) or max_tokens(model_dir, encoder)
+
+    def hidden_shape(self, model_dir: str | Path, encoder: str) -> tuple[int, ...]:
+        """Return the shape (L, D) of a text encoder's hidden states of one prompt."""
+        return self.prompt_length(model_dir, encoder), read_config(model_dir, encoder)["hidden_size"]
+
     def tokenize(self, model_dir: str | Path, prompts: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return the token ids that each text encoder reads: {encoder: [n, L] int64}."""
         import torch
 
-        prompts, lengths = list(prompts), self.tokens
-        return {each: torch.tensor(tokenize(model_dir, prompts, each, lengths.get(each))) for each in self.encoders}
+        lengths, prompts = {each: self.prompt_length(model_dir, each) for each in self.encoders}, list(prompts)
+        return {each: torch.tensor(tokenize(model_dir, prompts, each, length)) for each, length in lengths.items()}
 
     def read(self, name: str, encoder: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what the text encoder `name` says of ids [B, L]: "hidden" [B, L, D], "pooled" [B, P], or one of them.
@@ -228,7 +236,7 @@ class SD(Family):
         return {"hidden": encoder(ids)[0]}
 
     def caption_shapes(self, model_dir):
-        return {"text_encoder.hidden": hidden_shape(model_dir, "text_encoder")}
+        return {"text_encoder.hidden": self.hidden_shape(model_dir, "text_encoder")}
 
     def condition(self, said):
         return {"prompt": said["text_encoder"]["hidden"]}
@@ -265,7 +273,7 @@ class SDXL(Family):
         return said | {"pooled": output.text_embeds} if name == "text_encoder_2" else said
 
     def caption_shapes(self, model_dir):
-        shapes = {f"{encoder}.hidden": hidden_shape(model_dir, encoder) for encoder in self.encoders}
+        shapes = {f"{encoder}.hidden": self.hidden_shape(model_dir, encoder) for encoder in self.encoders}
         return shapes | {"text_encoder_2.pooled": (read_config(model_dir, "text_encoder_2")["projection_dim"],)}
 
     def condition(self, said):
@@ -407,11 +415,6 @@ class FLUX(Family):
     def pipeline_inputs(self, condition, unconditional):
         """Return the arguments without those of no prompt: guidance is an input of the denoiser."""
         return {"prompt_embeds": condition["prompt"], "pooled_prompt_embeds": condition["pooled"]}
-
-
-def hidden_shape(model_dir: str | Path, encoder: str) -> tuple[int, ...]:
-    """Return the shape (L, D) of a text encoder's hidden states of one prompt."""
-    return max_tokens(model_dir, encoder), read_config(model_dir, encoder)["hidden_size"]
 
 
 def load_flow(model_dir: str | Path, snr_gamma: float | None) -> Flow:

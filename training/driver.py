@@ -32,12 +32,12 @@ def run_training(
 ) -> None:
     """Train unless the result is there already, upload it if --push_to_hub is given, and print it as JSON.
 
-    With --dry_run, print what would be done instead.
+    With --dry_run, print what would be done instead. Without --num_workers: as many as the run that continues, or one
+    per GPU, or one.
 
     plan_steps(num_workers): returns the steps to train for. train(steps, num_workers, owner): trains; num_workers: or
     the smallest and the largest number; owner: the text in the lock of the work folder. explain(steps): checks what is
-    left to check and returns what the training needs, for --dry_run. Without --num_workers: as many
-    as the run that continues, or one per GPU, or one.
+    left to check and returns what the training needs.
     """
     if args.push_to_hub:
         upload.check_access(args.push_to_hub)

@@ -14,7 +14,6 @@ from typing import Any
 
 from pipelines import loading
 from pipelines.families import Family
-from pipelines.tokens import max_tokens
 from training import adapters
 from training.modules import recompute
 from training.task import ALL_WEIGHTS, Adapters
@@ -61,7 +60,7 @@ def saved_bytes(family: Family, model_dir: str | Path, modules: dict[str, Any], 
     sizes = family.sizes(model_dir)
     cells = side // sizes.cell
     with torch.device("meta"), _fused_attention():
-        lengths = {name: family.tokens.get(name) or max_tokens(model_dir, name) for name in family.encoders}
+        lengths = {name: family.prompt_length(model_dir, name) for name in family.encoders}
         ids = {name: torch.zeros(rows, length, dtype=torch.long) for name, length in lengths.items()}
         noisy = torch.zeros(rows, sizes.channels, cells, cells, dtype=torch.bfloat16)
         time = torch.zeros(rows)
