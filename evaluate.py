@@ -274,9 +274,10 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
             "details": {"subject": prompts.subject, "prompts": prompts.of_subject, "notes": notes, "nearest": found},
         }
         names = {name: base_name(folder_of(model), model["model_dir"]) for name, model in plan.models.items()}
-        loras = {each["location"]: find_file(each["location"]).parent for each in tuned["loras"]}
-        names["tuned"] += "".join(f" + {base_name(path, location)}" for location, path in loras.items())
-        trained = next(iter(loras.values()), None) or folder_of(tuned)
+        loras = [find_file(each["location"]).parent for each in tuned["loras"]]
+        for path, each in zip(loras, tuned["loras"], strict=True):
+            names["tuned"] += f" + {base_name(path, each['location'])}"
+        trained = loras[0] if loras else folder_of(tuned)
         output.write(REPORT, make_report(evaluation, sets, trained, names, args.command).encode())
         targets.write_json(args.output_dir, RESULT, evaluation, held)
     return evaluation

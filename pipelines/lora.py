@@ -91,12 +91,15 @@ def find_file(location: str) -> Path:
 
 def check(loras: Iterable[Mapping[str, Any]], model_dir: str | Path) -> None:
     """Raise BadInput or CheckFailed unless each LoRA fits a model; warn of one that was trained on another model."""
+    bases = {}
     for each in loras:
         path = find_file(each["location"])
         read(path, model_dir)
-        base = _open(path)[1].get(BASE)
-        if base and base != digest_model(model_dir):
-            say(f"warning: --lora {each['location']} was trained on another model than {model_dir}")
+        bases[each["location"]] = _read_metadata(path).get(BASE)
+    digest = digest_model(model_dir) if any(bases.values()) else None
+    for location, base in bases.items():
+        if base and base != digest:
+            say(f"warning: --lora {location} was trained on another model than {model_dir}")
 
 
 def fuse_all(loras: Iterable[Mapping[str, Any]], model_dir: str | Path, pipeline: Any) -> None:
@@ -148,7 +151,7 @@ def read(path: Path, model_dir: str | Path) -> Lora:
 
     Raises BadInput for a file that is no LoRA of such a model, CheckFailed for a damaged one.
     """
-    tensors, metadata = _open(path)
+    tensors = _read_tensors(path)
     shapes = module_shapes(model_dir)
     owners, found, unknown = _owners(model_dir, shapes), {}, []
     for key, tensor in tensors.items():
@@ -164,7 +167,7 @@ def read(path: Path, model_dir: str | Path) -> Lora:
         first = f", starting with {min(unknown)}" if unknown else ""
         lacks = f"{len(unknown)} of its {len(tensors)} weights have no place there{first}"
         raise BadInput(f"{path} is a LoRA of another kind of model than {model_dir}: {lacks}")
-    facts = json.loads(metadata.get(FACTS, "{}"))
+    facts = json.loads(_read_metadata(path).get(FACTS, "{}"))
     lora: Lora = {}
     for (component, module), parts in sorted(found.items()):
         where = f"{path}: the LoRA of {component}.{module}"
@@ -174,15 +177,21 @@ def read(path: Path, model_dir: str | Path) -> Lora:
     return lora
 
 
-def _open(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return (tensors, metadata) of a safetensors file."""
-    from safetensors import SafetensorError, safe_open
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        return load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckFailed(f"{path} is damaged ({error}): fetch or create it again") from None
+
+
+def _read_metadata(path: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}
 
 
 def _check_pair(where: str, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:

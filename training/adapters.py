@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.errors import CheckFailed
-from pipelines import lora
+from pipelines import lora, single_file
 from pipelines.families import Family, find_family
-from pipelines.loading import storage_dtype
 from pipelines.model_folder import LORA_FILE
 from training import checkpoints
 from training.task import Adapters
@@ -104,18 +103,12 @@ def write_result(checkpoint: Path, folder: Path, name: str, settings: Adapters, 
 
     name: of the file for web UIs, NAME_webui.safetensors. base: digest of the model.
     """
-    from safetensors.torch import save_file
-
-    dtype = storage_dtype(settings.save_dtype)
-    weights = {
-        component: {each: (down.to(dtype), up.to(dtype)) for each, (down, up) in found.items()}
-        for component, found in lora.read(checkpoint / LORA_FILE, model_dir).items()
-    }
-    digest = {"format": "pt", lora.BASE: base}
-    save_file(lora.diffusers_tensors(weights), folder / LORA_FILE, metadata=digest)
+    weights = lora.read(checkpoint / LORA_FILE, model_dir)
+    tensors = single_file.cast(lora.diffusers_tensors(weights), settings.save_dtype)
+    single_file.write(tensors, folder / LORA_FILE, {lora.BASE: base})
     family = find_family(model_dir)
     if family.webui:
         assert settings.lora, "no LoRA is asked for"
         facts = lora.webui_metadata(model_dir, name, settings.lora)
-        tensors = lora.webui_tensors(weights, family.webui)
-        save_file(tensors, folder / f"{name}_webui.safetensors", metadata=digest | facts)
+        tensors = single_file.cast(lora.webui_tensors(weights, family.webui), settings.save_dtype)
+        single_file.write(tensors, folder / f"{name}_webui.safetensors", {lora.BASE: base} | facts)
