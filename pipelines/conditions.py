@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipelines import loading
-from pipelines.families import Family
+from pipelines.family import Family
 
 if TYPE_CHECKING:
     import torch

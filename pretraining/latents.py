@@ -20,7 +20,8 @@ from common.objects import same_copy
 from common.storage import Folder, is_remote, join, open_parquet, read_footer
 from pipelines import loading
 from pipelines.configs import pixel_factor, read_config
-from pipelines.families import SD, Family, find_family
+from pipelines.families import SD, find_family
+from pipelines.family import Family
 from pipelines.model_folder import digest_parts
 from pipelines.tokens import tokenizer_of
 from pretraining.columns import from_column

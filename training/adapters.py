@@ -16,7 +16,8 @@ import numpy as np
 
 from common.errors import CheckFailed
 from pipelines import lora, single_file
-from pipelines.families import Family, find_family
+from pipelines.families import find_family
+from pipelines.family import Family
 from pipelines.model_folder import LORA_FILE
 from training import checkpoints
 from training.task import Adapters

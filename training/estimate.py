@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines import loading
-from pipelines.families import Family
+from pipelines.family import Family
 from training import adapters
 from training.modules import recompute
 from training.task import ALL_WEIGHTS, Adapters

@@ -7,7 +7,8 @@ from typing import Any
 from common import cli, targets
 from common.errors import BadInput
 from pipelines.configs import check_resolution, components, read_index
-from pipelines.families import FAMILIES, Family, Sizes, find_family
+from pipelines.families import FAMILIES, find_family
+from pipelines.family import Family, Sizes
 from pipelines.model_folder import check_pipeline, digest_model
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines import loading
 from pipelines.conditions import read_condition
-from pipelines.families import Family
+from pipelines.family import Family
 from training.workers import Place
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from common.errors import one_line
 from common.images import read_image
 from pipelines import loading
 from pipelines.conditions import read_condition
-from pipelines.families import Family
+from pipelines.family import Family
 from training.loop import is_due
 from training.task import Images, Task
 from training.work_folder import STRIP, VALIDATION, scratch

@@ -12,7 +12,8 @@ from tiny_models import RESOLUTION, make_tiny_flux
 
 from common import errors
 from pipelines import loading
-from pipelines.families import CLIP_LORA, FAMILIES, SDXL, Sizes, find_family, say_what_is_cut
+from pipelines.families import FAMILIES, SDXL, find_family, say_what_is_cut
+from pipelines.family import CLIP_LORA, Sizes
 from pipelines.objectives import Diffusion, Flow
 
 NAMES = ["sd", "sdxl", "sd3", "flux"]
