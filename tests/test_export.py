@@ -65,7 +65,7 @@ def test_diffusers_reads_the_model_back(name, single_file_families, export_to, c
     path = export_to(folder, "--save_dtype", "fp32", name="new/out.safetensors")
     theirs, own = read_by_diffusers(path, folder), loading.load_pipeline(folder, torch.float32)
     assert_equal(theirs, own, folder)
-    assert torch.equal(draw(theirs), draw(own))
+    assert torch.allclose(draw(theirs), draw(own), rtol=0, atol=1e-6)  # of equal weights; their memory is not alike
     said = last_json(capsys.readouterr().out)
     assert said == {"output_file": str(path), "bytes": path.stat().st_size, "sha256": folders.sha256_file(path)}
     assert not stat.S_IMODE(path.stat().st_mode) & 0o111 and path.stat().st_mode & stat.S_IRGRP

@@ -37,7 +37,7 @@ def test_the_condition_is_the_same_whichever_encoders_are_frozen(model_dir):
     for other in conditions[1:]:
         assert other.keys() == conditions[0].keys() and len(other["prompt"]) == len(PROMPTS)
         for name, value in other.items():
-            assert torch.allclose(value, conditions[0][name], atol=1e-5), name
+            assert torch.allclose(value, conditions[0][name], atol=1e-4), name  # another kernel if in training
 
 
 def test_the_geometry_of_a_batch_reaches_the_condition(tiny_families, one_thread):
