@@ -14,12 +14,13 @@ import numpy as np
 from common import targets
 from common.actors import map_on_actors
 from common.errors import CheckFailed
-from common.images import draw_crop, read_image_at, read_size, source_of, to_pixel_values
+from common.images import Crop, draw_crop, read_image_at, read_size, source_of, to_pixel_values
 from common.messages import Progress
 from common.objects import local_copy, same_copy
 from common.targets import Held
 from common.uris import shown
 from pipelines import loading
+from pipelines.conditions import locate
 from pipelines.families import find_family
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 ENCODE_BATCH = 4  # images that the VAE encodes at a time
 
-Crop = tuple[int, str, int, int | None]  # number, path, image, variant: None for a class image, whose center is taken
+Job = tuple[int, str, int, int | None]  # number, path, image, variant: None for a class image, whose center is taken
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,9 +125,10 @@ class PosteriorEncoder:
         self.family = find_family(model)
         self.vae = loading.load_models(str(model), ("vae",), torch.float32)["vae"].to(self.device)
         self.read_image = functools.lru_cache(maxsize=1)(read_image_at)  # the variants of a photo follow each other
-        self.resolution, self.random_crop, self.random_flip, self.seed = resolution, random_crop, random_flip, seed
+        self.resolution, self.seed = resolution, seed
+        self.flags = {"random_crop": random_crop, "random_flip": random_flip}
 
-    def __call__(self, item: dict[str, list[Crop]]) -> dict[str, np.ndarray]:
+    def __call__(self, item: dict[str, list[Job]]) -> dict[str, np.ndarray]:
         """Return {"crops": [R], "mean": [R, c, h, w], "std"}, float16, of {"crops": crops to encode}.
 
         With "time_ids" [R, 6] int32, if the denoiser is told where a crop was.
@@ -135,24 +137,21 @@ class PosteriorEncoder:
         """
         import torch
 
-        crops = item["crops"]
-        pixel_values, told = zip(*(self._read(*crop[1:]) for crop in crops), strict=True)
+        jobs = item["crops"]
+        pixel_values, crops = zip(*(self.read(*job[1:]) for job in jobs), strict=True)
         batch = np.stack(pixel_values + pixel_values[:1] * (ENCODE_BATCH - len(crops)))
         with torch.inference_mode():
             posterior = loading.encode_posterior(self.vae, torch.from_numpy(batch).to(self.device))
         mean, std = (each[: len(crops)].cpu().numpy().astype(np.float16) for each in posterior)
-        geometry = {name: np.array([each[name] for each in told], np.int32) for name in told[0]}
-        return {"crops": np.array([crop[0] for crop in crops]), "mean": mean, "std": std, **geometry}
+        told = locate(self.family, crops, (self.resolution, self.resolution))
+        return {"crops": np.array([job[0] for job in jobs]), "mean": mean, "std": std, **told}
 
-    def _read(self, path: str, image: int, variant: int | None) -> tuple[np.ndarray, dict[str, list[int]]]:
-        """Return the pixels [3, H, W] of a crop, and what the denoiser is told of it."""
-        flags = {"random_crop": self.random_crop, "random_flip": self.random_flip}
-        rngs = [None if variant is None else row_rng(self.seed, CROP, variant, image) for _ in range(2)]
-        photo, side = self.read_image(path), self.resolution
-        left, top, is_mirrored = draw_crop(photo.size, rngs[0], **flags)
-        box = (left, top, left + min(photo.size), top + min(photo.size))
-        told = self.family.geometry(photo.size, box, (side, side), is_mirrored)
-        return to_pixel_values(photo, side, rngs[1], **flags), told
+    def read(self, path: str, image: int, variant: int | None) -> tuple[np.ndarray, Crop]:
+        """Return the pixels [3, H, W] of a crop, float32 in [-1, 1], and the crop."""
+        photo = self.read_image(path)
+        rng = None if variant is None else row_rng(self.seed, CROP, variant, image)
+        crop = draw_crop(photo.size, rng, **self.flags)
+        return to_pixel_values(photo, self.resolution, crop), crop
 
 
 def cache_posteriors(
@@ -194,7 +193,7 @@ def cache_posteriors(
         targets.publish(beside, folder, held, made_from=made_from, images=read)
 
 
-def encode_crops(crops: list[Crop], encoder_options: dict[str, Any], **pool: Any) -> dict[str, np.ndarray]:
+def encode_crops(crops: list[Job], encoder_options: dict[str, Any], **pool: Any) -> dict[str, np.ndarray]:
     """Return the arrays of PosteriorEncoder for all crops, [N, ...]; raise CheckFailed if one is not finite."""
     items = [{"crops": crops[start : start + ENCODE_BATCH]} for start in range(0, len(crops), ENCODE_BATCH)]
     arrays: dict[str, np.ndarray] = {}
@@ -229,7 +228,7 @@ def read_places(folder: str, pairs: Pairs, made_from: dict[str, Any] | None) -> 
 
 def plan_cache(
     rows: np.ndarray, place: np.ndarray, images: list[tuple[str, int, int | None]], options: dict[str, Any]
-) -> tuple[np.ndarray, list[Crop]]:
+) -> tuple[np.ndarray, list[Job]]:
     """Return (place with these rows, crops to encode for them).
 
     Equal crops, such as those of a square photo, are encoded once. place: of read_places. images: (path, image,

@@ -35,7 +35,7 @@ class Encoded:
 
     def __getitem__(self, row):
         path, variant = self.rows[row]
-        pixel_values = self.encoder._pixel_values(path, row // self.pairs.num_variants, variant)
+        pixel_values, _ = self.encoder.read(path, row // self.pairs.num_variants, variant)
         with torch.inference_mode():
             return encode_posterior(self.encoder.vae, torch.from_numpy(pixel_values)[None])[self.part][0].clone()
 

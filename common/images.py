@@ -7,7 +7,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -180,34 +180,49 @@ def read_size(source: str | Path | bytes) -> tuple[int, int]:
         return (height, width) if exchanges else (width, height)
 
 
+class Crop(NamedTuple):
+    """A part of an upright image of `width` x `height` pixels: its edges in this image, and whether it is mirrored."""
+
+    width: int
+    height: int
+    left: int
+    top: int
+    right: int
+    bottom: int
+    is_mirrored: bool
+
+    @property
+    def photo(self) -> tuple[int, int]:
+        """(width, height) of the image."""
+        return self.width, self.height
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """(left, top, right, bottom) of the crop."""
+        return self.left, self.top, self.right, self.bottom
+
+
 def draw_crop(
     size: tuple[int, int], rng: np.random.Generator | None = None, random_crop: bool = True, random_flip: bool = True
-) -> tuple[int, int, bool]:
-    """Return (left, top, flip) of a square crop, as large as an image's shorter side.
+) -> Crop:
+    """Return a square crop of an image of `size` (width, height), as large as its shorter side.
 
-    size: (width, height) of the image.
     rng: draws the position of the crop and the flip; None crops the centre and does not flip.
     """
-    free = [length - min(size) for length in size]
+    side = min(size)
+    free = [length - side for length in size]
     left, top = [length // 2 for length in free]
     if rng is not None and random_crop:
         left, top = [int(rng.integers(length + 1)) for length in free]
-    return left, top, rng is not None and random_flip and bool(rng.random() < 0.5)
+    is_mirrored = rng is not None and random_flip and bool(rng.random() < 0.5)
+    return Crop(*size, left, top, left + side, top + side, is_mirrored)
 
 
-def crop_square(
-    image: Image.Image,
-    resolution: int,
-    rng: np.random.Generator | None = None,
-    random_crop: bool = True,
-    random_flip: bool = True,
-) -> Image.Image:
-    """Return the square crop of an image that `draw_crop` draws, resized to `resolution` pixels a side."""
-    left, top, is_flipped = draw_crop(image.size, rng, random_crop, random_flip)
-    side = min(image.size)
-    box = (left, top, left + side, top + side)
-    image = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=box)
-    return ImageOps.mirror(image) if is_flipped else image
+def crop_square(image: Image.Image, resolution: int, crop: Crop | None = None) -> Image.Image:
+    """Return a crop of draw_crop resized to `resolution` pixels a side; default: the centre."""
+    crop = crop or draw_crop(image.size)
+    image = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=crop.box)
+    return ImageOps.mirror(image) if crop.is_mirrored else image
 
 
 def scale_pixels(images: Any) -> np.ndarray:
@@ -215,12 +230,6 @@ def scale_pixels(images: Any) -> np.ndarray:
     return np.moveaxis(np.asarray(images, dtype=np.float32), -1, -3) / 127.5 - 1
 
 
-def to_pixel_values(
-    image: Image.Image,
-    resolution: int,
-    rng: np.random.Generator | None = None,
-    random_crop: bool = True,
-    random_flip: bool = True,
-) -> np.ndarray:
+def to_pixel_values(image: Image.Image, resolution: int, crop: Crop | None = None) -> np.ndarray:
     """Return the result of `crop_square` as [3, H, W] float32 in [-1, 1]."""
-    return scale_pixels(crop_square(image, resolution, rng, random_crop, random_flip))
+    return scale_pixels(crop_square(image, resolution, crop))

@@ -4,7 +4,7 @@ configs       model_index.json and the configurations of a model's components
 tokens        tokenizers: vocabulary checks, token ids, truncated prompts
 family        what a family of models is: parts, defaults, methods
 families      what differs between Stable Diffusion, SDXL, SD 3 and FLUX: encoders, condition, prediction
-conditions    prompts as fields of a batch, and the denoiser's condition from them
+conditions    prompts and crops as fields of a batch, and the denoiser's condition from them
 objectives    what a denoiser learns: a diffusion or a flow
 model_folder  file checks, weight variants, copies and digests of a model folder
 loading       load models and pipelines, encode and draw with them

@@ -1,4 +1,4 @@
-"""Prompts as fields of a batch, and the denoiser's condition from them.
+"""Prompts and crops as fields of a batch, and the denoiser's condition from them.
 
 Of each text encoder a batch has either the ids of its prompts, "ENCODER.ids", which the encoder in training reads at
 every step, or what the frozen encoder says of them, "ENCODER.hidden" and "ENCODER.pooled", computed once.
@@ -6,9 +6,12 @@ every step, or what the frozen encoder says of them, "ENCODER.hidden" and "ENCOD
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from common.images import Crop
 from pipelines import loading
 from pipelines.family import Family
 
@@ -44,6 +47,12 @@ def encode_prompts(
                     said = family.read(name, encoder, row[None].to(device))
             own.update({f"{name}.{key}": value[0].cpu() for key, value in said.items()})
     return fields
+
+
+def locate(family: Family, crops: Iterable[Crop], size: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Return what the denoiser is told of crops that are resized to `size`: "time_ids" [B, 6] int32, or nothing."""
+    told = [family.geometry(crop.photo, crop.box, size, crop.is_mirrored) for crop in crops]
+    return {name: np.array([each[name] for each in told], np.int32) for name in told[0]}
 
 
 def read_condition(

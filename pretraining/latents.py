@@ -15,10 +15,11 @@ import numpy as np
 
 from common.errors import BadInput, CheckFailed
 from common.folders import MANIFEST, check_on_node
-from common.images import scale_pixels
+from common.images import Crop, scale_pixels
 from common.objects import same_copy
 from common.storage import Folder, is_remote, join, open_parquet, read_footer
 from pipelines import loading
+from pipelines.conditions import locate
 from pipelines.configs import pixel_factor, read_config
 from pipelines.families import SD, find_family
 from pipelines.family import Family
@@ -94,10 +95,11 @@ class LatentEncoder:
         """
         import torch
 
-        columns = {}
+        columns, crops = {}, [Crop(*row) for row in chunk["crops"].tolist()]
         with torch.inference_mode():
             for resolution in self.resolutions:
-                rows = self._encode_images(chunk[f"pixels_{resolution}"]) | self._locate(chunk["crops"], resolution)
+                rows = self._encode_images(chunk[f"pixels_{resolution}"])
+                rows |= locate(self.family, crops, (resolution, resolution))
                 columns |= to_columns(rows, image_fields(self.family, self.model_dir, resolution))
             rows = self.encode_captions(chunk["captions"])
             columns |= to_columns(rows, caption_fields(self.family, self.model_dir))
@@ -117,15 +119,6 @@ class LatentEncoder:
             parts.append([each.half().cpu().numpy() for each in posterior])
         mean, std = (np.concatenate(each) for each in zip(*parts, strict=True))
         return {"mean": mean, "std": std}
-
-    def _locate(self, crops, resolution):
-        """Return what the denoiser is told of each crop; crops: of Loader."""
-        told = []
-        for width, height, left, top, is_mirrored in crops.tolist():
-            side = min(width, height)
-            box = (left, top, left + side, top + side)
-            told.append(self.family.geometry((width, height), box, (resolution, resolution), bool(is_mirrored)))
-        return {name: np.array([each[name] for each in told], np.int32) for name in told[0]}
 
     def encode_captions(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
         """Return the fields of captions, {"text_encoder.hidden": [B, L, D] float16, ...}.

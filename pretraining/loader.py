@@ -16,7 +16,7 @@ import numpy as np
 
 from common import cli
 from common.errors import BadInput
-from common.images import BadImage, crop_square, draw_crop, read_image
+from common.images import BadImage, Crop, crop_square, draw_crop, read_image
 from common.storage import Folder, is_remote, split
 from common.uris import shown
 from pretraining.raw_data import Source, read_rows
@@ -70,9 +70,9 @@ class Loader:
     def __call__(self, source: Source, first: int, count: int, epoch: int = 0) -> dict[str, Any]:
         """Return a chunk: up to `count` rows of a source, from row `first` on.
 
-        A chunk is {"keys", "captions", "bad": [[key, reason]], "crops": [B, 5], "pixels_256": [B, H, W, 3] uint8, ...}.
-        A row of "crops" is the width and height of the upright image, and left, top and whether it is mirrored of
-        draw_crop. A bad row is in "bad" only. The crops depend on the number of a row in its source, not on `first`.
+        A chunk is {"keys", "captions", "bad": [[key, reason]], "crops": [B, 7], "pixels_256": [B, H, W, 3] uint8, ...}.
+        A row of "crops" is a Crop. A bad row is in "bad" only. The crops depend on the number of a row in its source,
+        not on `first`.
         """
         return self.load(source, list(read_rows(source, first, count)), first, epoch)
 
@@ -86,7 +86,7 @@ class Loader:
             "keys": [row["key"] for row, _ in good],
             "captions": [row["caption"] for row, _ in good],
             "bad": [[row["key"], crops] for row, crops in zip(rows, loaded, strict=True) if isinstance(crops, str)],
-            "crops": np.array([crop for _, (crop, _) in good], np.int64).reshape(-1, 5),
+            "crops": np.array([crop for _, (crop, _) in good], np.int64).reshape(-1, len(Crop._fields)),
         }
         for i, resolution in enumerate(self.resolutions):
             blank = np.empty((0, resolution, resolution, 3), np.uint8)
@@ -110,11 +110,9 @@ class Loader:
         except BadImage as error:
             return str(error) if data is row["image"] else shown(f"{row['image']}: {error}")
         number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # sources have crops of their own
-        flags = self.random_crop, self.random_flip
-        rng, *rngs = [row_rng(self.seed, CROP, epoch, number) for _ in (None, *self.resolutions)]
-        pairs = zip(self.resolutions, rngs, strict=True)
-        pixels = [np.asarray(crop_square(image, size, each, *flags)) for size, each in pairs]
-        return (*image.size, *draw_crop(image.size, rng, *flags)), pixels
+        rng = row_rng(self.seed, CROP, epoch, number)
+        crop = draw_crop(image.size, rng, self.random_crop, self.random_flip)
+        return crop, [np.asarray(crop_square(image, resolution, crop)) for resolution in self.resolutions]
 
     def _fetch(self, source, address):
         """Return the bytes of an image at a URL, a URI, or a path relative to the source's folder."""

@@ -13,7 +13,7 @@ from tiny_models import RESOLUTION
 
 import dataset
 from common import errors, objects, targets
-from common.images import read_image, to_pixel_values
+from common.images import draw_crop, read_image, to_pixel_values
 from dataset import Batches, Pairs, cache_posteriors
 from pipelines.objectives import Flow
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, draw_noise, row_rng
@@ -134,6 +134,12 @@ def load_cache(folder):
     return load_file(folder / "posteriors.safetensors")
 
 
+def crop_of(path, image, variant, **flags):
+    """Return the pixels of a variant's crop."""
+    photo = read_image(path)
+    return to_pixel_values(photo, RESOLUTION, draw_crop(photo.size, row_rng(4, CROP, variant, image), **flags))
+
+
 def expected_posteriors(tiny_model, pairs, instance, others):
     """Encode each row's crop alone with the VAE, in the order that Pairs.rows counts in."""
     import torch
@@ -141,9 +147,7 @@ def expected_posteriors(tiny_model, pairs, instance, others):
 
     vae = AutoencoderKL.from_pretrained(tiny_model, subfolder="vae")
     crops = [
-        to_pixel_values(read_image(path), RESOLUTION, row_rng(4, CROP, variant, image))
-        for image, path in enumerate(instance)
-        for variant in range(pairs.num_variants)
+        crop_of(path, image, variant) for image, path in enumerate(instance) for variant in range(pairs.num_variants)
     ]
     crops += [to_pixel_values(read_image(path), RESOLUTION) for path in others]
     with torch.no_grad():
@@ -257,12 +261,10 @@ def test_variants_that_cannot_differ_are_encoded_once(tiny_model, tmp_path, monk
     place = load_cache(tmp_path / "cache")["place"]
     for row in range(pairs.num_rows):
         image, variant = divmod(row, 16)
-        rng = row_rng(4, CROP, variant, image)
-        crop = to_pixel_values(read_image(photos[image]), RESOLUTION, rng, **{"random_crop": True, **flags})
         name, encoded_variant = crops[place[row]]
-        same = row_rng(4, CROP, encoded_variant, image)
         assert name == photos[image].name
-        assert np.array_equal(crop, to_pixel_values(read_image(photos[image]), RESOLUTION, same, **flags))
+        crop, same = (crop_of(photos[image], image, each, **flags) for each in (variant, encoded_variant))
+        assert np.array_equal(crop, same)
 
 
 def test_a_cache_of_something_else_is_made_anew(cached, tiny_model, tmp_path):

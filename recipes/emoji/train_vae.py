@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from common import cli, folders, messages
-from common.images import to_pixel_values
+from common.images import draw_crop, to_pixel_values
 from recipes.emoji import pictures
 from training import checkpoints
 from training.logs import StepLog
@@ -93,7 +93,8 @@ class Pixels:
         photo = self.photos[rng.integers(len(self.photos))]
         side = int(rng.uniform(64, min(photo.size)))
         left, top = (int(rng.integers(length - side + 1)) for length in photo.size)
-        return to_pixel_values(photo.crop((left, top, left + side, top + side)), 64, rng)
+        square = photo.crop((left, top, left + side, top + side))
+        return to_pixel_values(square, 64, draw_crop(square.size, rng))
 
 
 def vae_loss(vae, pixel_values, generator):

@@ -12,7 +12,7 @@ from conftest import make_photos
 from PIL import Image
 
 from common import errors, images, objects
-from common.images import BadImage, check_images, find_images, read_image, to_pixel_values
+from common.images import BadImage, check_images, draw_crop, find_images, read_image, to_pixel_values
 from utils import CROP, row_rng
 
 
@@ -411,7 +411,8 @@ def test_random_crops_lie_within_and_reach_both_ends():
     pixels = noise_pixels(16, 20)
     crops, seen = crops_of(pixels, 16), set()
     for row in range(60):
-        values = to_pixel_values(Image.fromarray(pixels), 16, row_rng(0, CROP, 0, row), random_flip=False)
+        crop = draw_crop((20, 16), row_rng(0, CROP, 0, row), random_flip=False)
+        values = to_pixel_values(Image.fromarray(pixels), 16, crop)
         places = [place for place, crop in crops.items() if np.allclose(crop, values, atol=1e-6)]
         assert len(places) == 1
         seen.add(places[0][1])
@@ -423,7 +424,7 @@ def test_half_of_the_photos_are_flipped():
     plain = crops_of(pixels, 16)[0, 0]
     flipped = 0
     for row in range(100):
-        values = to_pixel_values(Image.fromarray(pixels), 16, row_rng(0, CROP, 0, row))
+        values = to_pixel_values(Image.fromarray(pixels), 16, draw_crop((16, 16), row_rng(0, CROP, 0, row)))
         is_flipped = np.allclose(values, plain[:, :, ::-1], atol=1e-6)
         assert is_flipped or np.allclose(values, plain, atol=1e-6)
         flipped += is_flipped
@@ -433,15 +434,17 @@ def test_half_of_the_photos_are_flipped():
 def test_crop_and_flip_can_be_turned_off():
     pixels = noise_pixels(16, 24)
     for row in range(20):
-        rng = row_rng(0, CROP, 0, row)
-        values = to_pixel_values(Image.fromarray(pixels), 16, rng, random_crop=False, random_flip=False)
+        crop = draw_crop((24, 16), row_rng(0, CROP, 0, row), random_crop=False, random_flip=False)
+        values = to_pixel_values(Image.fromarray(pixels), 16, crop)
         assert np.array_equal(values, to_pixel_values(Image.fromarray(pixels), 16))
 
 
 def test_the_same_random_numbers_give_the_same_crop_and_variants_differ():
     image = Image.fromarray(noise_pixels(16, 400))
-    first = [to_pixel_values(image, 16, row_rng(3, CROP, variant, 0)) for variant in range(8)]
-    again = [to_pixel_values(image, 16, row_rng(3, CROP, variant, 0)) for variant in range(8)]
+    first, again = (
+        [to_pixel_values(image, 16, draw_crop(image.size, row_rng(3, CROP, variant, 0))) for variant in range(8)]
+        for _ in range(2)
+    )
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert len({values.tobytes() for values in first}) >= 7
 

@@ -232,7 +232,7 @@ def test_the_shapes_are_those_of_the_model(tiny_families):
 def chunk():
     rng = np.random.default_rng(0)
     pixels = {f"pixels_{size}": rng.integers(0, 256, (5, size, size, 3), dtype=np.uint8) for size in (16, 32)}
-    crops = np.array([(24, 20, 3, 0, row % 2) for row in range(5)])
+    crops = np.array([(24, 20, 3, 0, 23, 20, row % 2) for row in range(5)])
     captions = ["a cat", "a dog", "", "a cat", "a dog"]
     return {"keys": list("abcde"), "captions": captions, "bad": [], "crops": crops, **pixels}
 

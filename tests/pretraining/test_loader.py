@@ -291,7 +291,7 @@ def test_all_resolutions_show_the_same_crop(wide):
 def test_a_chunk_says_where_each_crop_was(wide, flags):
     chunk = make_loader(**flags)(list_sources(str(wide))[0], 0, 10)
     assert len({tuple(crop) for crop in chunk["crops"].tolist()}) > 1 or not flags["random_crop"]
-    for i, (width, height, left, top, is_mirrored) in enumerate(chunk["crops"].tolist()):
+    for i, (width, height, left, top, _, _, is_mirrored) in enumerate(chunk["crops"].tolist()):
         assert (width, height, top) == (100, 20, 0)
         image, sides = images.read_image(noise_png(i, 100, 20)), (RESOLUTION, RESOLUTION)
         pixels = np.asarray(image.resize(sides, Image.Resampling.LANCZOS, box=(left, 0, left + 20, 20)))
