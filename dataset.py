@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common import targets
-from common.actors import map_on_actors
-from common.errors import CheckFailed
-from common.images import Crop, draw_crop, read_image_at, read_size, source_of, to_pixel_values
-from common.messages import Progress
-from common.objects import local_copy, same_copy
+from common.images import Size
 from common.targets import Held
-from common.uris import shown
-from pipelines import loading
-from pipelines.conditions import locate
-from pipelines.families import find_family
-from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, ORDER, draw_noise, row_rng
+from pipelines import posteriors
+from pipelines.posteriors import Row
+from utils import CLASS_NOISE, INSTANCE_NOISE, ORDER, draw_noise, row_rng
 
 if TYPE_CHECKING:
     import torch
-
-ENCODE_BATCH = 4  # images that the VAE encodes at a time
-
-Job = tuple[int, str, int, int | None]  # number, path, image, variant: None for a class image, whose center is taken
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,57 +92,6 @@ class Pairs:
 # The latent cache
 
 
-class PosteriorEncoder:
-    """Decodes, crops and encodes images: the work of one actor while the cache is filled."""
-
-    def __init__(
-        self,
-        model_dir: str,
-        resolution: int,
-        random_crop: bool,
-        random_flip: bool,
-        seed: int,
-        mixed_precision: str = "no",
-        num_threads: int | None = None,
-    ) -> None:
-        import torch
-
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        loading.set_up_torch(self.device, num_threads, mixed_precision)
-        # float32, because this is computed once, and because SDXL's VAE overflows in float16.
-        model = same_copy(model_dir, "--model_dir")
-        self.family = find_family(model)
-        self.vae = loading.load_models(str(model), ("vae",), torch.float32)["vae"].to(self.device)
-        self.read_image = functools.lru_cache(maxsize=1)(read_image_at)  # the variants of a photo follow each other
-        self.resolution, self.seed = resolution, seed
-        self.flags = {"random_crop": random_crop, "random_flip": random_flip}
-
-    def __call__(self, item: dict[str, list[Job]]) -> dict[str, np.ndarray]:
-        """Return {"crops": [R], "mean": [R, c, h, w], "std"}, float16, of {"crops": crops to encode}.
-
-        With "time_ids" [R, 6] int32, if the denoiser is told where a crop was.
-        The VAE always encodes ENCODE_BATCH images: an image on its own comes out slightly different, and a cache that
-        is completed later would differ from one that is filled at once.
-        """
-        import torch
-
-        jobs = item["crops"]
-        pixel_values, crops = zip(*(self.read(*job[1:]) for job in jobs), strict=True)
-        batch = np.stack(pixel_values + pixel_values[:1] * (ENCODE_BATCH - len(crops)))
-        with torch.inference_mode():
-            posterior = loading.encode_posterior(self.vae, torch.from_numpy(batch).to(self.device))
-        mean, std = (each[: len(crops)].cpu().numpy().astype(np.float16) for each in posterior)
-        told = locate(self.family, crops, (self.resolution, self.resolution))
-        return {"crops": np.array([job[0] for job in jobs]), "mean": mean, "std": std, **told}
-
-    def read(self, path: str, image: int, variant: int | None) -> tuple[np.ndarray, Crop]:
-        """Return the pixels [3, H, W] of a crop, float32 in [-1, 1], and the crop."""
-        photo = self.read_image(path)
-        rng = None if variant is None else row_rng(self.seed, CROP, variant, image)
-        crop = draw_crop(photo.size, rng, **self.flags)
-        return to_pixel_values(photo, self.resolution, crop), crop
-
-
 def cache_posteriors(
     folder: str,
     pairs: Pairs,
@@ -163,99 +101,33 @@ def cache_posteriors(
     encoder_options: dict[str, Any],
     made_from: dict[str, Any] | None = None,
     held: Held | None = None,
+    buckets: Mapping[str, Size] | None = None,
     **pool: Any,
 ) -> None:
     """Encode the images that the first `num_pairs` pairs use into `folder`; return at once if all are there.
 
-    The file has `mean` and `std` [N, c, h, w] float16, for SDXL `time_ids` [N, 6] int32, and `place` [num_rows]: the
-    number of each row, -1 if it is not encoded. A longer run adds to the cache of a shorter one. encoder_options: of
-    PosteriorEncoder. made_from: plain values that decide the latents; a cache made from others is replaced. held: the
-    lock of the work folder, for a URI.
+    A longer run adds to the cache of a shorter one. encoder_options: of posteriors.PosteriorEncoder. made_from: plain
+    values that decide the latents; a cache made from others is replaced. held: the lock of the work folder, for a URI.
+    buckets: {image: width and height that it is cropped to}, None for squares.
     pool: options of map_on_actors.
     """
-    targets.recover(folder)
-    images: list[tuple[str, int, int | None]] = []
-    images += [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
-    images += [(str(path), i, None) for i, path in enumerate(class_images)]
-    earlier_place = read_places(folder, pairs, made_from)
-    place, crops = plan_cache(pairs.rows_used(num_pairs), earlier_place, images, encoder_options)
-    if not crops:
-        return
-    arrays = encode_crops(crops, encoder_options, **pool)
-    from safetensors.numpy import load_file, save_file
-
-    if earlier_place.max() >= 0:
-        earlier = load_file(local_copy(folder) / "posteriors.safetensors")
-        arrays = {name: np.concatenate([earlier[name], arrays[name]]) for name in arrays}
-    with targets.staging(folder) as beside:
-        save_file({**arrays, "place": place}, beside / "posteriors.safetensors")
-        read = [[shown(path), variant] for path, _, variant in images]
-        targets.publish(beside, folder, held, made_from=made_from, images=read)
+    images = list_rows(pairs, instance_images, class_images)
+    rows = pairs.rows_used(num_pairs)
+    posteriors.fill(folder, rows, images, encoder_options, buckets, made_from, held, **pool)
 
 
-def encode_crops(crops: list[Job], encoder_options: dict[str, Any], **pool: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of PosteriorEncoder for all crops, [N, ...]; raise CheckFailed if one is not finite."""
-    items = [{"crops": crops[start : start + ENCODE_BATCH]} for start in range(0, len(crops), ENCODE_BATCH)]
-    arrays: dict[str, np.ndarray] = {}
-    with Progress("encode", len(crops), "images") as progress:
-        for result in map_on_actors(PosteriorEncoder, encoder_options, items, **pool):
-            numbers = result.pop("crops")
-            for name, values in result.items():
-                arrays.setdefault(name, np.empty((len(crops), *values.shape[1:]), values.dtype))[numbers] = values
-            progress.update(len(numbers))
-    broken = [path for i, path, *_ in crops if not all(np.isfinite(array[i]).all() for array in arrays.values())]
-    if broken:
-        raise CheckFailed(f"the VAE gives no finite latents for {broken[0]}: check the model and the image")
-    return arrays
+def list_rows(pairs: Pairs, instance_images: Sequence[Path | str], class_images: Sequence[Path | str]) -> list[Row]:
+    """Return all rows in the order that Pairs counts them in."""
+    rows: list[Row] = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
+    return [*rows, *((str(path), i, None) for i, path in enumerate(class_images))]
 
 
-def read_places(folder: str, pairs: Pairs, made_from: dict[str, Any] | None) -> np.ndarray:
-    """Return the number of each row in the cache [num_rows], -1 if it is not encoded; no latents are read.
-
-    A cache that is not whole, or that was made from other values, counts as empty.
-    """
-    from safetensors import safe_open
-
-    nowhere = np.full(pairs.num_rows, -1)
-    manifest = targets.read_manifest(folder, deep=True)
-    if not manifest or manifest.get("made_from") != made_from:
-        return nowhere
-    with safe_open(local_copy(folder) / "posteriors.safetensors", framework="np") as file:
-        names = file.keys()
-        place = file.get_tensor("place") if "place" in names else np.empty(0)  # missing in caches of older versions
-    return place if len(place) == pairs.num_rows else nowhere
-
-
-def plan_cache(
-    rows: np.ndarray, place: np.ndarray, images: list[tuple[str, int, int | None]], options: dict[str, Any]
-) -> tuple[np.ndarray, list[Job]]:
-    """Return (place with these rows, crops to encode for them).
-
-    Equal crops, such as those of a square photo, are encoded once. place: of read_places. images: (path, image,
-    variant) of all rows. options: of PosteriorEncoder.
-    """
-    flags = {name: options[name] for name in ("random_crop", "random_flip")}
-    size_of = functools.cache(lambda location: read_size(source_of(location)))
-
-    def crop_of(row: int) -> tuple:
-        path, image, variant = images[row]
-        if variant is None:
-            return path, None
-        return path, draw_crop(size_of(path), row_rng(options["seed"], CROP, variant, image), **flags)
-
-    missing = rows[place[rows] < 0]
-    if not len(missing):
-        return place, []
-    place = place.copy()
-    known = {crop_of(row): place[row] for row in np.flatnonzero(place >= 0).tolist()}
-    first, crops = place.max() + 1, []
-    for row in missing.tolist():
-        crop = crop_of(row)
-        if crop not in known:
-            known[crop] = first + len(crops)
-            crops.append((len(crops), *images[row]))
-        place[row] = known[crop]
-    return place, crops
+def count_pixels(
+    pairs: Pairs, num_pairs: int, instance_images: Sequence[str], class_images: Sequence[str], sizes: Mapping[str, Size]
+) -> int:
+    """Return the pixels of all crops that the first `num_pairs` pairs use; sizes: of the crops of each image."""
+    rows = list_rows(pairs, instance_images, class_images)
+    return sum(math.prod(sizes[rows[row][0]]) for row in pairs.rows_used(num_pairs))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,45 +149,71 @@ class Batches:
         seed: int,
         draw_time: Callable[[np.random.Generator], int],
     ) -> None:
-        from safetensors.torch import load_file
-
-        self.cache = load_file(same_copy(cache_dir, "--work_dir") / "posteriors.safetensors")
-        self.place = self.cache.pop("place")
+        found = posteriors.load(cache_dir)
+        self.caches = [found[size] for size in sorted(found, key=lambda size: size or ())]
+        self.places = np.stack([cache.pop("place").numpy() for cache in self.caches])
+        self.shape = (self.places >= 0).argmax(axis=0)  # of each row, as the number of its cache
         self.pairs, self.seed, self.draw_time = pairs, seed, draw_time
+        self.hand_out = functools.lru_cache(maxsize=1)(self._hand_out)
         self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}
 
-    def __call__(self, step: int, first_pair: int, num_pairs: int, pairs_per_step: int) -> dict[str, torch.Tensor]:
-        """Return pairs first_pair ... of the `pairs_per_step` of optimizer step `step`, as `collate` lays them out."""
-        numbers = range(first_pair, first_pair + num_pairs)
-        picked = {number: self.pairs.rows(step * pairs_per_step + number) for number in numbers}
-        rows = [self._row(step, number, INSTANCE_NOISE, instance) for number, (instance, _) in picked.items()]
-        if self.pairs.num_class:
-            rows += [self._row(step, number, CLASS_NOISE, row) for number, (_, row) in picked.items()]
-        return collate(rows)
+    def __call__(self, step: int, first_pair: int, num_pairs: int, pairs_per_step: int) -> list[dict[str, Any]]:
+        """Return the forward passes of pairs first_pair ... of the `pairs_per_step` of optimizer step `step`.
+
+        One for each shape of their latents: {"batch": rows as `collate` lays them out, "num_instance": how many of
+        them are instance rows}.
+        """
+        picked = self.hand_out(step, pairs_per_step)[first_pair : first_pair + num_pairs]
+        rows = [(number, INSTANCE_NOISE, instance) for number, instance, _ in picked]
+        rows += [(number, CLASS_NOISE, row) for number, _, row in picked if row is not None]
+        passes = []
+        for shape in sorted({self.shape[row] for *_, row in rows}):
+            own = [each for each in rows if self.shape[each[2]] == shape]
+            batch = collate([self._row(step, *each) for each in own])
+            passes.append({"batch": batch, "num_instance": sum(stream == INSTANCE_NOISE for _, stream, _ in own)})
+        return passes
+
+    def _hand_out(self, step: int, pairs_per_step: int) -> list[tuple[int, int, int | None]]:
+        """Return (number, instance row, class row) of the pairs of a step, those of equal shapes side by side."""
+        numbers = range(pairs_per_step)
+        picked = [(number, *self.pairs.rows(step * pairs_per_step + number)) for number in numbers]
+        return sorted(picked, key=lambda pair: tuple(self.shape[row] for row in pair[1:] if row is not None))
 
     def _row(self, step: int, number: int, stream: int, row: int) -> dict[str, torch.Tensor]:
         import torch
 
-        place = int(self.place[row])
-        mean = self.cache["mean"][place].float()
+        cache, place = self.caches[self.shape[row]], self.places[self.shape[row], row]
+        mean = cache["mean"][place].float()
         noise = draw_noise(self.seed, stream, step, number, mean.shape, self.draw_time)
         return {
             "mean": mean,
-            "std": self.cache["std"][place].float(),
+            "std": cache["std"][place].float(),
             "noise": torch.from_numpy(noise[0]),
             "posterior_noise": torch.from_numpy(noise[1]),
             "timesteps": torch.tensor(noise[2]),
-            **({"time_ids": self.cache["time_ids"][place]} if "time_ids" in self.cache else {}),
+            **({"time_ids": cache["time_ids"][place]} if "time_ids" in cache else {}),
             **self.prompts[stream],
         }
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stack rows into a batch: B instance rows, then, with prior preservation, B class rows; all fields use this order.
+    """Stack rows of one shape: instance rows, then, with prior preservation, class rows; all fields use this order.
 
-    mean, std, noise, posterior_noise: [2B, c, h, w] float32; timesteps: [2B] int64; for SDXL time_ids: [2B, 6] int32;
-    prompts: as in pipelines.conditions, [2B, ...].
+    mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; for SDXL time_ids: [B, 6] int32;
+    prompts: as in pipelines.conditions, [B, ...].
     """
     import torch
 
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def largest_pass(
+    num_pairs: int, instance_images: Iterable[str], class_images: Iterable[str], sizes: Mapping[str, Size]
+) -> tuple[int, Size]:
+    """Return (rows, size) of the largest forward pass that batches of `num_pairs` pairs may have.
+
+    sizes: of the crops of each image.
+    """
+    kinds = [{sizes[image] for image in images} for images in (instance_images, class_images)]
+    passes = [(num_pairs * sum(size in kind for kind in kinds), size) for size in set.union(*kinds)]
+    return max(passes, key=lambda each: (each[0], math.prod(each[1])))

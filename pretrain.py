@@ -230,7 +230,7 @@ def prepare(task, place, start):
         step=start.step,
         model=model,
         optimizer=optimizer,
-        batch=lambda step, micro: next(batches),
+        passes=lambda step, micro: [{"batch": next(batches)}],
         losses=partial(training_step, **options),
         loss_names=("loss",),
         dtype=dtype,

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import utils
 from common import cli, folders, messages, targets
+from common.buckets import assign, bucket_sizes
 from common.cluster import start_ray
 from common.errors import BadInput
 from common.images import check_images, find_images
 from common.objects import local_copy, uris_in_errors
 from common.storage import split
-from dataset import Batches, Pairs, cache_posteriors
+from dataset import Batches, Pairs, cache_posteriors, count_pixels, largest_pass
 from pipelines import loading
 from pipelines.conditions import encode_prompts
 from pipelines.configs import read_config
@@ -47,7 +48,7 @@ SETTINGS = """
 # Settings that decide the latent cache; model and folders are digests of their files.
 CACHE_SETTINGS = """
     model instance_images_dir class_images_dir resolution random_crop random_flip max_variants skip_bad_images seed
-    mixed_precision
+    mixed_precision buckets
 """.split()  # noqa: SIM905
 
 IMAGES_DIRS = ("instance_images_dir", "class_images_dir")
@@ -109,31 +110,31 @@ class TrainTask(Task):
     dreambooth: DreamBooth
 
 
-def training_step(model, batch, objective, vae_config, num_instance, prior_loss_weight):
-    """Return (loss, instance loss, class loss) of a batch of dataset.collate: arXiv 2208.12242, eq. 2.
+def training_step(model, batch, objective, vae_config, num_instance, prior_loss_weight, num_pairs=None):
+    """Return (loss, instance loss, class loss) of a pass of dataset.Batches: arXiv 2208.12242, eq. 2.
 
     objective: of pipelines.objectives. num_instance: number of instance rows, which come first; the other rows are
-    class rows.
+    class rows. num_pairs: of utils.prior_preserving_loss.
     """
     latents = loading.scale_latents(batch["mean"] + batch["std"] * batch["posterior_noise"], vae_config)  # 2B c h w
     noise, timesteps = batch["noise"], batch["timesteps"]  # 2B c h w, 2B
     noisy_latents, time = objective.noisy(latents, noise, timesteps)
     model_pred = model(noisy_latents, time, batch)
     target, row_weights = objective.target(latents, noise, timesteps), objective.row_weights(timesteps)
-    return utils.prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights)
+    return utils.prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights, num_pairs)
 
 
 def make_batches(task, place, instance_prompt, class_prompt, draw_time):
-    """Return batch(step, micro), the tensors of this worker's share of a global batch; prompts: their fields."""
+    """Return passes(step, micro) of loop.Run, of this worker's share of a global batch; prompts: their fields."""
     config = task.dreambooth
     batches = Batches(config.posteriors_dir, config.pairs, instance_prompt, class_prompt, task.schedule.seed, draw_time)
     num_pairs = config.train_batch_size
 
-    def batch(step, micro):
+    def passes(step, micro):
         first_pair = (micro * place.world_size + place.rank) * num_pairs
         return batches(step, first_pair, num_pairs, config.pairs_per_step)
 
-    return batch
+    return passes
 
 
 def prepare(task, place, start):
@@ -172,9 +173,9 @@ def prepare(task, place, start):
         step=start.step,
         model=model,
         optimizer=optimizer,
-        batch=make_batches(task, place, instance, other, objective.draw_time),
+        passes=make_batches(task, place, instance, other, objective.draw_time),
         loss_names=("loss", "instance_loss", "class_loss"),
-        losses=partial(training_step, model, num_instance=config.train_batch_size, **options),
+        losses=partial(training_step, model, num_pairs=config.train_batch_size, **options),
         dtype=dtype,
         saves=place.rank == 0,
         write=partial(write, optimizer=optimizer.adamw),
@@ -220,6 +221,7 @@ def read_inputs(args):
     check_method(args)
     more = flags.LORA_SETTINGS if args.lora else ()  # older results lack settings that they do not need
     more = [*more, "text_encoder_lr"] if args.text_encoder_lr else more
+    more = [*more, "buckets"] if args.buckets else more
     settings |= {name: getattr(args, name) for name in more}
     images = {name: find_images(folder, f"--{name}") for name, folder in images_dirs.items() if folder}
     digests = {name: folders.digest_files(found.files.values()) for name, found in images.items()}
@@ -234,15 +236,15 @@ def plan_steps(args, settings, images, num_workers):
     return args.max_train_steps or driver.steps_of(num_pairs, settings["pairs_per_step"])
 
 
-def check_needs(args, num_rows):
+def check_needs(args, pixels):
     """Check the model's files and the disk space before a model is loaded; warn of prompts that are cut off.
 
-    Returns (number of weights that are trained, resuming.Needs).
+    pixels: of all crops in the latent cache. Returns (number of weights that are trained, resuming.Needs).
     """
     say_what_is_cut(args.model_dir, [args.instance_prompt, args.class_prompt or "", *args.validation_prompts])
     family = find_family(args.model_dir)
     sizes, trained = family.sizes(args.model_dir), family.trained(args.train_text_encoder)
-    cache = num_rows * (args.resolution // sizes.cell) ** 2 * sizes.channels * 2 * 2  # float16 mean, std
+    cache = pixels // sizes.cell**2 * sizes.channels * 2 * 2  # float16 mean, std
     if args.lora:
         weights = adapters.count_weights(family, args.model_dir, trained, args.lora, args.lora_layers)
     else:
@@ -265,14 +267,25 @@ def check_photos(args, settings, images, steps):
     return usable, skipped, pairs, steps * settings["pairs_per_step"]
 
 
+def find_sizes(args, images, usable):
+    """Return {image: width and height that it is cropped to} of the usable images, which are given by flag."""
+    files = {image: images[name].files[image] for name in images for image in usable[name]}
+    if not args.buckets:
+        return dict.fromkeys(files, (args.resolution, args.resolution))
+    return assign(files, bucket_sizes(args.resolution, find_family(args.model_dir).sizes(args.model_dir).multiple))
+
+
 def explain(args, settings, images, steps):
     """Check what `train` checks and return what it needs, for --dry_run: weights that train, bytes."""
-    *_, pairs, num_pairs = check_photos(args, settings, images, steps)
-    weights, needs = check_needs(args, len(pairs.rows_used(num_pairs)))
-    family, rows = find_family(args.model_dir), args.train_batch_size * (2 if images.get("class_images_dir") else 1)
+    usable, _, pairs, num_pairs = check_photos(args, settings, images, steps)
+    photos, class_images = (usable.get(name, []) for name in IMAGES_DIRS)
+    sizes = find_sizes(args, images, usable)
+    weights, needs = check_needs(args, count_pixels(pairs, num_pairs, photos, class_images, sizes))
+    rows, size = largest_pass(args.train_batch_size, photos, class_images, sizes)
+    family = find_family(args.model_dir)
     is_recomputed = recomputes(family, args.gradient_checkpointing, "cuda")
     adam = 2 if args.use_8bit_adam else 8
-    options = (args.resolution, args.train_text_encoder, is_recomputed, from_flags(Adapters, args), adam)
+    options = (size, args.train_text_encoder, is_recomputed, from_flags(Adapters, args), adam)
     gpu = estimate.device_bytes(family, args.model_dir, rows, *options)
     return {
         "trained_weights": weights,
@@ -285,17 +298,20 @@ def train(args, settings, images, steps, num_workers, owner):
     """Check the images, fill the latent cache and run the workers; return what rank 0 returns."""
     usable, skipped, pairs, num_pairs = check_photos(args, settings, images, steps)
     photos, class_images = (usable.get(name, []) for name in IMAGES_DIRS)
-    check_needs(args, len(pairs.rows_used(num_pairs)))
+    sizes = find_sizes(args, images, usable)
+    check_needs(args, count_pixels(pairs, num_pairs, photos, class_images, sizes))
     if num_workers:
         start_ray(args.address, args.insecure_cluster, launch.TRAINER)
     posteriors_dir = targets.join_name(args.work_dir, "posteriors")
     names = ("resolution", "random_crop", "random_flip", "seed", "mixed_precision")
     encoder_options = {name: getattr(args, name) for name in names} | {"model_dir": args.model_location}
     pool = {"num_workers": num_workers, **cli.placement(args)}
-    made_from = {name: settings[name] for name in CACHE_SETTINGS}
+    made_from = {name: settings[name] for name in CACHE_SETTINGS if name in settings}
     output = from_flags(Output, args, model_dir=args.model_location, settings=settings, owner=owner)
-    held = output.held
-    cache_posteriors(posteriors_dir, pairs, num_pairs, photos, class_images, encoder_options, made_from, held, **pool)
+    where = {"held": output.held, "buckets": sizes if args.buckets else None}
+    cache_posteriors(
+        posteriors_dir, pairs, num_pairs, photos, class_images, encoder_options, made_from, **where, **pool
+    )
     validation_steps = args.validation_steps or -(-steps // 4)  # a quarter of the run
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (None, num_workers)
     learned = {"pairs_per_step": settings["pairs_per_step"], "pairs": pairs, "posteriors_dir": posteriors_dir}

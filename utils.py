@@ -68,15 +68,21 @@ def prior_preserving_loss(
     num_instance: int,
     prior_loss_weight: float,
     row_weights: torch.Tensor | None = None,
+    num_pairs: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (loss, mean of the instance rows, mean of the class rows): arXiv 2208.12242, eq. 2.
 
     model_pred, target: [B, c, h, w], first `num_instance` instance rows, then class rows, if any. row_weights: [B] or
-    None. Means are computed in float32.
+    None. Means are computed in float32. num_pairs: pairs in a batch whose rows are spread over several calls, whose
+    results add up to its losses; default: the rows are a whole batch.
     """
+
+    def mean(own: torch.Tensor) -> torch.Tensor:
+        return own.mean() * (len(own) / (num_pairs or len(own))) if len(own) else own.sum()
+
     rows = row_losses(model_pred, target, row_weights)  # B
-    instance_loss = rows[:num_instance].mean()
+    instance_loss = mean(rows[:num_instance])
     if num_instance == len(rows):
         return instance_loss, instance_loss, instance_loss.new_zeros(())
-    class_loss = rows[num_instance:].mean()
+    class_loss = mean(rows[num_instance:])
     return instance_loss + prior_loss_weight * class_loss, instance_loss, class_loss

@@ -12,15 +12,17 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 
 from common.folders import read_json, read_manifest
-from dataset import Batches, Pairs, PosteriorEncoder
+from dataset import Batches, Pairs
 from pipelines.conditions import encode_prompts
 from pipelines.configs import read_config
 from pipelines.families import find_family
 from pipelines.loading import encode_posterior, load_models, set_up_torch
+from pipelines.posteriors import PosteriorEncoder
 from train import training_step
 from training.modules import join_modules
 
@@ -52,8 +54,8 @@ def make_batches(args, settings, family, draw_time):
     if "cache" in args.without:
         options = {name: settings[name] for name in ("resolution", "random_crop", "random_flip", "seed")}
         encoder = PosteriorEncoder(args.model_dir, **options)
-        batches.place = range(pairs.num_rows)
-        batches.cache = {name: Encoded(encoder, rows, pairs, part) for part, name in enumerate(("mean", "std"))}
+        batches.places = np.arange(pairs.num_rows)[None]
+        batches.caches = [{name: Encoded(encoder, rows, pairs, part) for part, name in enumerate(("mean", "std"))}]
     return batches
 
 
@@ -78,11 +80,11 @@ def main(args):
         model,
         objective=objective,
         vae_config=read_config(args.model_dir, "vae"),
-        num_instance=1,
         prior_loss_weight=settings["prior_loss_weight"],
     )
     for step in range(args.max_train_steps):
-        loss, *_ = step_losses(batch=batches(step, 0, 1, 1))
+        (whole,) = batches(step, 0, 1, 1)
+        loss, *_ = step_losses(**whole)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
         optimizer.step()

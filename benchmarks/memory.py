@@ -93,7 +93,7 @@ def main(args):
         write_configs(folder, name)
         family, side = FAMILIES[MODELS[name][0]], MODELS[name][1]
         for method, options in methods(family, args.rank):
-            parts = device_bytes(family, folder, 2 * args.train_batch_size, side, *options)
+            parts = device_bytes(family, folder, 2 * args.train_batch_size, (side, side), *options)
             gigabytes = {part: round(size / 1e9, 2) for part, size in parts.items()}
             total = sum(parts.values()) / 1e9
             fits = [card for card in CARDS if total <= FREE * card]

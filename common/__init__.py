@@ -16,5 +16,6 @@ leases     locks in object stores, and writes that only their holder can make
 targets    output folders by path or URI: locks, publishing, small files
 storage    local folders and object stores (S3, Google Cloud Storage) behind one class
 images     find, decode, check, crop and scale images
+buckets    sizes of about the same number of pixels that images are cropped to
 no_gc      suspend Python's garbage collector
 """

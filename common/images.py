@@ -20,6 +20,8 @@ from common.storage import is_remote, split
 from common.stores import Store
 from common.targets import join_name
 
+Size = tuple[int, int]  # width and height in pixels
+
 READ = {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"}
 PHOTOS_TO_CONVERT = {".heic", ".heif", ".jxl", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw"}
 ORIENTATION = 0x0112  # EXIF tag; ImageOps.exif_transpose also rewrites the other tags, and fails on invalid ones
@@ -171,7 +173,7 @@ def _fault(path: Path) -> str | None:
     return None
 
 
-def read_size(source: str | Path | bytes) -> tuple[int, int]:
+def read_size(source: str | Path | bytes) -> Size:
     """Return (width, height) of the image that `read_image` returns, from the file's header."""
     with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
         # Pillow has already exchanged the sides of a TIFF.
@@ -192,7 +194,7 @@ class Crop(NamedTuple):
     is_mirrored: bool
 
     @property
-    def photo(self) -> tuple[int, int]:
+    def photo(self) -> Size:
         """(width, height) of the image."""
         return self.width, self.height
 
@@ -203,26 +205,38 @@ class Crop(NamedTuple):
 
 
 def draw_crop(
-    size: tuple[int, int], rng: np.random.Generator | None = None, random_crop: bool = True, random_flip: bool = True
+    photo: Size,
+    rng: np.random.Generator | None = None,
+    random_crop: bool = True,
+    random_flip: bool = True,
+    size: Size = (1, 1),
 ) -> Crop:
-    """Return a square crop of an image of `size` (width, height), as large as its shorter side.
+    """Return the largest crop of an image that has the aspect ratio of `size`, to whole pixels.
 
+    photo, size: of the image, and of the crop after resizing.
     rng: draws the position of the crop and the flip; None crops the centre and does not flip.
     """
-    side = min(size)
-    free = [length - side for length in size]
+    if photo[0] * size[1] > photo[1] * size[0]:
+        width, height = round(photo[1] * size[0] / size[1]), photo[1]
+    else:
+        width, height = photo[0], round(photo[0] * size[1] / size[0])
+    free = [photo[0] - width, photo[1] - height]
     left, top = [length // 2 for length in free]
     if rng is not None and random_crop:
         left, top = [int(rng.integers(length + 1)) for length in free]
     is_mirrored = rng is not None and random_flip and bool(rng.random() < 0.5)
-    return Crop(*size, left, top, left + side, top + side, is_mirrored)
+    return Crop(*photo, left, top, left + width, top + height, is_mirrored)
+
+
+def cut(image: Image.Image, crop: Crop, size: Size) -> Image.Image:
+    """Return a crop of an image, resized to `size`."""
+    image = image.resize(size, Image.Resampling.LANCZOS, box=crop.box)
+    return ImageOps.mirror(image) if crop.is_mirrored else image
 
 
 def crop_square(image: Image.Image, resolution: int, crop: Crop | None = None) -> Image.Image:
-    """Return a crop of draw_crop resized to `resolution` pixels a side; default: the centre."""
-    crop = crop or draw_crop(image.size)
-    image = image.resize((resolution, resolution), Image.Resampling.LANCZOS, box=crop.box)
-    return ImageOps.mirror(image) if crop.is_mirrored else image
+    """Return a square crop of an image, resized to `resolution` pixels a side; default: the centre."""
+    return cut(image, crop or draw_crop(image.size), (resolution, resolution))
 
 
 def scale_pixels(images: Any) -> np.ndarray:

@@ -6,6 +6,7 @@ family        what a family of models is: parts, defaults, methods
 families      what differs between Stable Diffusion, SDXL, SD 3 and FLUX: encoders, condition, prediction
 conditions    prompts and crops as fields of a batch, and the denoiser's condition from them
 objectives    what a denoiser learns: a diffusion or a flow
+posteriors    the latent cache of train.py
 model_folder  file checks, weight variants, copies and digests of a model folder
 loading       load models and pipelines, encode and draw with them
 lora          files of LoRAs: read, checked, fused, written for Diffusers and web UIs

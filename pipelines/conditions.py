@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.images import Crop
+from common.images import Crop, Size
 from pipelines import loading
 from pipelines.family import Family
 
@@ -49,7 +49,7 @@ def encode_prompts(
     return fields
 
 
-def locate(family: Family, crops: Iterable[Crop], size: tuple[int, int]) -> dict[str, np.ndarray]:
+def locate(family: Family, crops: Iterable[Crop], size: Size) -> dict[str, np.ndarray]:
     """Return what the denoiser is told of crops that are resized to `size`: "time_ids" [B, 6] int32, or nothing."""
     told = [family.geometry(crop.photo, crop.box, size, crop.is_mirrored) for crop in crops]
     return {name: np.array([each[name] for each in told], np.int32) for name in told[0]}

@@ -16,7 +16,7 @@ import numpy as np
 
 from common import cli
 from common.errors import BadInput
-from common.images import BadImage, Crop, crop_square, draw_crop, read_image
+from common.images import BadImage, Crop, cut, draw_crop, read_image
 from common.storage import Folder, is_remote, split
 from common.uris import shown
 from pretraining.raw_data import Source, read_rows
@@ -112,7 +112,7 @@ class Loader:
         number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # sources have crops of their own
         rng = row_rng(self.seed, CROP, epoch, number)
         crop = draw_crop(image.size, rng, self.random_crop, self.random_flip)
-        return crop, [np.asarray(crop_square(image, resolution, crop)) for resolution in self.resolutions]
+        return crop, [np.asarray(cut(image, crop, (side, side))) for side in self.resolutions]
 
     def _fetch(self, source, address):
         """Return the bytes of an image at a URL, a URI, or a path relative to the source's folder."""

@@ -11,10 +11,10 @@ import pytest
 from conftest import make_photos, tree
 from tiny_models import RESOLUTION
 
-import dataset
 from common import errors, objects, targets
 from common.images import draw_crop, read_image, to_pixel_values
 from dataset import Batches, Pairs, cache_posteriors
+from pipelines import posteriors
 from pipelines.objectives import Flow
 from utils import CLASS_NOISE, CROP, INSTANCE_NOISE, draw_noise, row_rng
 
@@ -182,7 +182,7 @@ def test_the_manifest_says_which_row_is_which(cached):
 def test_a_whole_cache_is_not_touched(cached, tiny_model, monkeypatch):
     folder, pairs, instance, others = cached
     before = tree(folder)
-    monkeypatch.setattr(dataset, "map_on_actors", lambda *args, **options: pytest.fail("encoded again"))
+    monkeypatch.setattr(posteriors, "map_on_actors", lambda *args, **options: pytest.fail("encoded again"))
     cache_posteriors(folder, pairs, 10**6, instance, others, {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
     assert tree(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
@@ -216,14 +216,14 @@ def test_a_run_encodes_what_it_will_see():
 
 def encoded(monkeypatch, folder, pairs, num_pairs, instance, others, model, **options):
     """Fill a cache in this process and return the (path, variant) of what was encoded for it."""
-    seen, real = [], dataset.map_on_actors
+    seen, real = [], posteriors.map_on_actors
 
     def watch(worker, options, items, **pool):
         seen.extend((Path(path).name, variant) for item in items for _, path, _, variant in item["crops"])
         return real(worker, options, items, **pool)
 
     with monkeypatch.context() as patch:
-        patch.setattr(dataset, "map_on_actors", watch)
+        patch.setattr(posteriors, "map_on_actors", watch)
         options = {"model_dir": str(model), **OPTIONS, **options}
         cache_posteriors(folder, pairs, num_pairs, instance, others, options, num_workers=0)
     return seen
@@ -272,12 +272,12 @@ def test_a_cache_of_something_else_is_made_anew(cached, tiny_model, tmp_path):
     _, pairs, instance, others = cached
     options = {"model_dir": str(tiny_model), **OPTIONS}
     for made_from, num_encoded in (({"seed": 1}, 17), ({"seed": 1}, 0), ({"seed": 2}, 17)):
-        with mock.patch.object(dataset, "map_on_actors", wraps=dataset.map_on_actors) as mapped:
+        with mock.patch.object(posteriors, "map_on_actors", wraps=posteriors.map_on_actors) as mapped:
             folder = tmp_path / "cache"
             cache_posteriors(folder, pairs, 10**6, instance, others, options, made_from, num_workers=0)
         assert sum(len(item["crops"]) for call in mapped.mock_calls for item in call.args[2]) == max(0, num_encoded - 1)
     folder.rename(tmp_path / ".cache.replaced")
-    with mock.patch.object(dataset, "map_on_actors", side_effect=AssertionError("encoded again")):
+    with mock.patch.object(posteriors, "map_on_actors", side_effect=AssertionError("encoded again")):
         cache_posteriors(folder, pairs, 10**6, instance, others, options, made_from, num_workers=0)
 
 
@@ -336,7 +336,13 @@ def batches(tmp_path):
         arrays = {"mean": numbers, "std": numbers + 0.5, "place": torch.arange(pairs.num_rows)}
         save_file(arrays, tmp_path / "posteriors.safetensors")
         prompts = prompts or [{"text_encoder.ids": torch.full((16,), number)} for number in (1, 2)]
-        return Batches(tmp_path, pairs, *prompts, seed, draw_time)
+        passes = Batches(tmp_path, pairs, *prompts, seed, draw_time)
+
+        def batch(*place):
+            (one,) = passes(*place)
+            return one["batch"]
+
+        return batch
 
     return make
 
@@ -489,4 +495,5 @@ def test_a_photo_of_a_store_is_read_once_for_all_its_variants(tiny_model, photos
 def test_a_photo_that_the_node_of_an_actor_lacks_is_named(tiny_model, tmp_path):
     missing = str(tmp_path / "none.png")
     with pytest.raises(errors.BadInput, match=rf"{missing} does not exist on node {socket.gethostname()}"):
-        dataset.encode_crops([(0, missing, 0, None)], {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)
+        jobs = {None: [(0, missing, 0, None)]}
+        posteriors.encode_crops(jobs, {"model_dir": str(tiny_model), **OPTIONS}, num_workers=0)

@@ -390,7 +390,7 @@ def test_commands_are_found():
         ("    commons/  a tree, and the tree's leaves\n    common/images.py/x  y", "no file common/images.py/x"),
         ("    cp assets/subject/*.png data", None),
         ("    cp assets/subject/*.jpg data", "no file"),
-        ("`common.images.read_image`, `dataset.PosteriorEncoder`, `utils.row_rng`, `vae.config`", None),
+        ("`common.images.read_image`, `pipelines.posteriors.PosteriorEncoder`, `utils.row_rng`, `vae.config`", None),
         ("`common.images.read_picture`", "no common.images.read_picture"),
         ("`common.pictures.read_image`", "no common.pictures.read_image"),
         ("`training.optimizer.Optimizer.leap`", "no training.optimizer.Optimizer.leap"),

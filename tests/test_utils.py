@@ -91,11 +91,11 @@ def rows_of(*values):
     return torch.tensor(values, dtype=torch.float32)[:, None, None, None].repeat(1, 1, 2, 2)
 
 
-def loss_of(errors, num_instance, weight, row_weights=None, dtype=torch.float32):
+def loss_of(errors, num_instance, weight, row_weights=None, dtype=torch.float32, num_pairs=None):
     """The three losses of rows whose prediction is off by `errors`."""
     target = rows_of(*[0.5] * len(errors))
     parts = prior_preserving_loss(
-        (target + rows_of(*errors)).to(dtype), target.to(dtype), num_instance, weight, row_weights
+        (target + rows_of(*errors)).to(dtype), target.to(dtype), num_instance, weight, row_weights, num_pairs
     )
     assert all(part.dtype == torch.float32 and part.shape == () for part in parts)
     return [part.item() for part in parts]
@@ -121,6 +121,13 @@ def test_the_loss_is_the_instance_mean_and_the_weighted_class_mean(errors, num_i
 def test_without_class_rows_the_loss_is_the_plain_mean(errors):
     mean = sum(error**2 for error in errors) / len(errors)
     assert loss_of(errors, len(errors), 1) == pytest.approx([mean, mean, 0])
+
+
+def test_the_losses_of_the_passes_of_a_batch_add_up_to_its_own():
+    """Three pairs in passes of two instance rows, of one instance and two class rows, and of one class row."""
+    whole = loss_of([1, 2, 3, 0, 2, 4], 3, 0.5)
+    parts = [loss_of(errors, count, 0.5, num_pairs=3) for errors, count in (([1, 3], 2), ([2, 0, 4], 1), ([2], 0))]
+    assert [sum(each) for each in zip(*parts, strict=True)] == pytest.approx(whole) == [14 / 3 + 10 / 3, 14 / 3, 20 / 3]
 
 
 def test_row_weights_apply_to_their_own_row_of_each_half():

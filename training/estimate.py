@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.images import Size
 from pipelines import loading
 from pipelines.family import Family
 from training import adapters
@@ -44,8 +45,8 @@ def _fused_attention() -> Iterator[None]:
         functional.scaled_dot_product_attention = own
 
 
-def saved_bytes(family: Family, model_dir: str | Path, modules: dict[str, Any], rows: int, side: int) -> int:
-    """Return the bytes that a forward pass of `rows` images of `side` pixels saves for the backward pass."""
+def saved_bytes(family: Family, model_dir: str | Path, modules: dict[str, Any], rows: int, size: Size) -> int:
+    """Return the bytes that a forward pass of `rows` images of `size` saves for the backward pass."""
     import torch
 
     weights = {id(parameter) for module in modules.values() for parameter in module.parameters()}
@@ -58,13 +59,13 @@ def saved_bytes(family: Family, model_dir: str | Path, modules: dict[str, Any], 
         return tensor
 
     sizes = family.sizes(model_dir)
-    cells = side // sizes.cell
+    cells = [side // sizes.cell for side in reversed(size)]  # h w
     with torch.device("meta"), _fused_attention():
         lengths = {name: family.prompt_length(model_dir, name) for name in family.encoders}
         ids = {name: torch.zeros(rows, length, dtype=torch.long) for name, length in lengths.items()}
-        noisy = torch.zeros(rows, sizes.channels, cells, cells, dtype=torch.bfloat16)
+        noisy = torch.zeros(rows, sizes.channels, *cells, dtype=torch.bfloat16)
         time = torch.zeros(rows)
-        told = family.geometry((side, side), (0, 0, side, side), (side, side))
+        told = family.geometry(size, (0, 0, *size), size)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             said = {name: family.read(name, modules[name], ids[name]) for name in family.encoders}
             condition = family.condition(said) | {name: torch.zeros(rows, len(told[name])) for name in told}
@@ -77,7 +78,7 @@ def device_bytes(
     family: Family,
     model_dir: str | Path,
     rows: int,
-    side: int,
+    size: Size,
     trains_text_encoders: bool,
     is_recomputed: bool,
     settings: Adapters = ALL_WEIGHTS,
@@ -85,7 +86,8 @@ def device_bytes(
 ) -> dict[str, int]:
     """Return {"weights", "gradients", "adam", "copies", "activations"}: bytes on a GPU that computes in bf16.
 
-    rows: images in a batch. is_recomputed: gradient checkpointing. adam_bytes: for each trained weight.
+    rows, size: of the largest forward pass, in images and pixels. is_recomputed: gradient checkpointing. adam_bytes:
+    for each trained weight.
     """
     import torch
 
@@ -103,7 +105,7 @@ def device_bytes(
     if settings.lora:
         adapters.add_adapters(family, {name: modules[name] for name in trained}, settings, 0, None)
     learned = sum(each.numel() for name in trained for each in modules[name].parameters() if each.requires_grad)
-    activations = saved_bytes(family, model_dir, modules, rows, side)
+    activations = saved_bytes(family, model_dir, modules, rows, size)
     return {
         "weights": HALF * base + SINGLE * learned if settings.lora else SINGLE * base,
         "gradients": SINGLE * learned,

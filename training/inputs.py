@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import cli, targets
+from common.buckets import bucket_sizes
 from common.errors import BadInput
 from pipelines.configs import check_resolution, components, read_index
 from pipelines.families import FAMILIES, find_family
@@ -63,5 +64,7 @@ def check_method(args: argparse.Namespace) -> None:
         raise BadInput(f"--train_text_encoder: the text encoders of {family.name} cannot be trained: leave it out")
     if args.text_encoder_lr and not args.train_text_encoder:
         raise BadInput("--text_encoder_lr has no effect without --train_text_encoder: leave it out")
+    if args.buckets:
+        bucket_sizes(args.resolution, family.sizes(args.model_dir).multiple)
     if args.snr_gamma is not None:
         family.objective(args.model_dir, args.snr_gamma)

@@ -37,16 +37,17 @@ def is_due(step: int, every: int, last: int) -> bool:
 class Run:
     """What a script gives to `train_steps`.
 
-    step: steps taken so far. batch(step, micro): tensors of one batch. losses(batch=...): the losses `loss_names`, of
-    which the first is minimised. saves: whether this worker takes part in saving. write(folder): writes this worker's
-    part of a checkpoint. after_step(step): called after each step. validate(step): further values to log, or none.
-    draw(step): validation images by name, or none; called on rank 0 only.
+    step: steps taken so far. passes(step, micro): the forward passes of one batch, each as the arguments of `losses`:
+    {"batch": tensors, ...}. losses(batch=..., ...): the losses `loss_names`, of which the first is minimised; those of
+    the passes of a batch add up to its losses. saves: whether this worker takes part in saving. write(folder): writes
+    this worker's part of a checkpoint. after_step(step): called after each step. validate(step): further values to log,
+    or none. draw(step): validation images by name, or none; called on rank 0 only.
     """
 
     step: int
     model: Any
     optimizer: Optimizer
-    batch: Callable[[int, int], dict[str, torch.Tensor]]
+    passes: Callable[[int, int], list[dict[str, Any]]]
     losses: Callable[..., tuple[torch.Tensor, ...]]
     loss_names: tuple[str, ...]
     dtype: torch.dtype
@@ -67,20 +68,22 @@ def accumulate_gradients(run: Run, step: int, num_batches: int, place: Place) ->
 
     losses = torch.zeros(len(run.loss_names), device=place.device)
     for micro in range(num_batches):
-        batch = run.batch(step, micro)
-        wait = place.world_size > 1 and micro < num_batches - 1  # one all-reduce a step, after its last batch
-        with parallel.no_sync(run.model) if wait else contextlib.nullcontext():
-            losses += add_gradients(run, batch, place, 1 / num_batches)
+        passes = run.passes(step, micro)
+        for number, arguments in enumerate(passes):
+            is_last = micro == num_batches - 1 and number == len(passes) - 1
+            wait = place.world_size > 1 and not is_last  # one all-reduce a step, after its last pass
+            with parallel.no_sync(run.model) if wait else contextlib.nullcontext():
+                losses += add_gradients(run, arguments, place, 1 / num_batches)
     return losses
 
 
-def add_gradients(run: Run, batch: dict[str, torch.Tensor], place: Place, weight: float = 1.0) -> torch.Tensor:
-    """Add `weight` times the gradients of a batch; return `weight` times its losses [len(run.loss_names)]."""
+def add_gradients(run: Run, arguments: dict[str, Any], place: Place, weight: float = 1.0) -> torch.Tensor:
+    """Add `weight` times the gradients of a pass; return `weight` times its losses [len(run.loss_names)]."""
     import torch
 
-    batch = {name: value.to(place.device, non_blocking=True) for name, value in batch.items()}
+    batch = {name: value.to(place.device, non_blocking=True) for name, value in arguments["batch"].items()}
     with torch.autocast(place.device.type, run.dtype, enabled=run.dtype != torch.float32):
-        parts = run.losses(batch=batch)
+        parts = run.losses(**{**arguments, "batch": batch})
     run.optimizer.scaler.scale(parts[0] * weight).backward()
     return torch.stack(parts).detach() * weight
 
@@ -94,10 +97,10 @@ def settle_buckets(run: Run, place: Place) -> None:
     """
     if place.world_size < 3 or not hasattr(run.model, "reducer"):
         return
-    first, batch, start = run.batch(run.step, 0), run.batch, run.step
-    add_gradients(run, first, place)
+    first, passes, start = run.passes(run.step, 0), run.passes, run.step
+    add_gradients(run, first[0], place)
     run.optimizer.adamw.zero_grad(set_to_none=True)
-    run.batch = lambda step, micro: first if (step, micro) == (start, 0) else batch(step, micro)
+    run.passes = lambda step, micro: first if (step, micro) == (start, 0) else passes(step, micro)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

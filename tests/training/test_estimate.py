@@ -11,7 +11,7 @@ NAMES = ["sd", "sdxl", "sd3", "flux"]
 
 
 def estimate(model_dir, rows=2, trains=False, is_recomputed=False, side=16, **flags):
-    return device_bytes(find_family(model_dir), model_dir, rows, side, trains, is_recomputed, **flags)
+    return device_bytes(find_family(model_dir), model_dir, rows, (side, side), trains, is_recomputed, **flags)
 
 
 @pytest.mark.parametrize("name", NAMES)

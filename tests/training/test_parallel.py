@@ -108,7 +108,9 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
         step=start.step,
         model=model,
         optimizer=optimizer,
-        batch=lambda step, micro: make_batch(step, (micro * place.world_size + place.rank) * count, count),
+        passes=lambda step, micro: [
+            {"batch": make_batch(step, (micro * place.world_size + place.rank) * count, count)}
+        ],
         losses=partial(pretrain.training_step, **options),
         loss_names=("loss",),
         dtype=dtype,
@@ -421,7 +423,7 @@ def sealing(tmp_path, monkeypatch):
 
 def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_holds_the_weights_of_its_step(runs, sealing):
     run, task, instead = sealing
-    stepped, batch, folder = threading.Event(), run.batch, checkpoints.local_checkpoint(task.output.work_dir, SAVED)
+    stepped, batch, folder = threading.Event(), run.passes, checkpoints.local_checkpoint(task.output.work_dir, SAVED)
 
     def batch_of(step, micro):
         if step > SAVED and not stepped.is_set():  # a step was taken since
@@ -429,7 +431,7 @@ def test_steps_go_on_while_a_checkpoint_is_sealed_and_it_holds_the_weights_of_it
             stepped.set()
         return batch(step, micro)
 
-    run.batch, instead[SAVED] = batch_of, lambda: stepped.wait(60)
+    run.passes, instead[SAVED] = batch_of, lambda: stepped.wait(60)
     assert loop.train_steps(run, task, ALONE) == STEPS and stepped.is_set()
     assert_equal(read_checkpoint(folder), read_checkpoint(checkpoints.local_checkpoint(runs / "one", SAVED)))
     assert [step for step, _ in checkpoints.list_checkpoints(task.output.work_dir)] == [SAVED, STEPS]
@@ -452,14 +454,14 @@ def test_a_checkpoint_that_cannot_be_sealed_ends_the_run_and_leaves_nothing_of_i
 
 def test_a_run_that_fails_seals_the_checkpoint_before(sealing):
     run, task, _ = sealing
-    batch = run.batch
+    batch = run.passes
 
     def batch_of(step, micro):
         if step == SAVED:
             raise RuntimeError("no more data")
         return batch(step, micro)
 
-    run.batch = batch_of
+    run.passes = batch_of
     with pytest.raises(RuntimeError, match="no more data"):
         loop.train_steps(run, task, ALONE)
     assert [step for step, _ in checkpoints.list_checkpoints(task.output.work_dir)] == [SAVED]
