@@ -76,6 +76,11 @@ class Pairs:
         epoch, place = divmod(position, self.pairs_per_epoch)
         return self._rows_of(epoch, int(self._order(epoch)[place]))
 
+    def image_of(self, row: int) -> int:
+        """Return the image of a row: the number of an instance image, or `num_instance` + that of a class image."""
+        first_class = self.num_instance * self.num_variants
+        return row // self.num_variants if row < first_class else self.num_instance + row - first_class
+
     def rows_used(self, num_pairs: int) -> np.ndarray:
         """Return the rows [R] that the first `num_pairs` pairs of the sequence use, in ascending order."""
         full_epochs, rest = divmod(num_pairs, self.pairs_per_epoch)
@@ -266,15 +271,15 @@ def plan_cache(
 class Batches:
     """Makes training batches from the cache, which it maps into memory; they do not depend on the worker.
 
-    instance_prompt, class_prompt: as returned by conditions.encode_prompts. draw_time: of the objective.
+    prompts: the fields (conditions.encode_prompts) of the text of each image, in the order of Pairs.image_of.
+    draw_time: of the objective.
     """
 
     def __init__(
         self,
         cache_dir: str | Path,
         pairs: Pairs,
-        instance_prompt: dict[str, torch.Tensor],
-        class_prompt: dict[str, torch.Tensor],
+        prompts: Sequence[dict[str, torch.Tensor]],
         seed: int,
         draw_time: Callable[[np.random.Generator], int],
     ) -> None:
@@ -282,8 +287,7 @@ class Batches:
 
         self.cache = load_file(same_copy(cache_dir, "--work_dir") / "posteriors.safetensors")
         self.place = self.cache.pop("place")
-        self.pairs, self.seed, self.draw_time = pairs, seed, draw_time
-        self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}
+        self.pairs, self.prompts, self.seed, self.draw_time = pairs, prompts, seed, draw_time
 
     def __call__(self, step: int, first_pair: int, num_pairs: int, pairs_per_step: int) -> dict[str, torch.Tensor]:
         """Return pairs first_pair ... of the `pairs_per_step` of optimizer step `step`, as `collate` lays them out."""
@@ -307,7 +311,7 @@ class Batches:
             "posterior_noise": torch.from_numpy(noise[1]),
             "timesteps": torch.tensor(noise[2]),
             **({"time_ids": self.cache["time_ids"][place]} if "time_ids" in self.cache else {}),
-            **self.prompts[stream],
+            **self.prompts[self.pairs.image_of(row)],
         }
 
 

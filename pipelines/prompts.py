@@ -20,18 +20,22 @@ def unique_prompts(prompts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(prompt.strip() for prompt in prompts if prompt.strip()))
 
 
-def _words(prompt: str) -> list[str]:
+def words_of(prompt: str) -> list[str]:
+    """Return the words of a prompt in lower case, without punctuation around them."""
     return [word.strip(".,;:!?\"'()") for word in prompt.lower().split()]
 
 
-def check_prompts(instance_prompt: str, class_prompt: str | None = None, unique_token: str | None = None) -> None:
-    """Raise BadInput unless the instance prompt contains the identifier and the class prompt does not.
+def check_prompts(
+    instance_prompt: str, class_prompt: str | None = None, unique_token: str | None = None
+) -> tuple[str, ...]:
+    """Return the words of the identifier; raise BadInput unless the instance prompt has them and the class prompt none.
 
-    unique_token: the identifier; default: the words of the instance prompt that the class prompt lacks.
+    unique_token: the identifier; default: the words of the instance prompt that the class prompt lacks. Without both,
+    the identifier is unknown, ().
     """
     for flag, text in (("--instance_prompt", instance_prompt), ("--class_prompt", class_prompt or "")):
         check_text(flag, text)
-    instance, other, token = (_words(text or "") for text in (instance_prompt, class_prompt, unique_token))
+    instance, other, token = (words_of(text or "") for text in (instance_prompt, class_prompt, unique_token))
     token = token or [word for word in instance if word not in other]
     if not token:
         raise BadInput("--instance_prompt has no word that --class_prompt lacks: add an identifier such as unqtkn")
@@ -40,3 +44,4 @@ def check_prompts(instance_prompt: str, class_prompt: str | None = None, unique_
             raise BadInput(f"--instance_prompt {instance_prompt!r} lacks the identifier {word!r}: add it")
         if word in other:
             raise BadInput(f"--class_prompt {class_prompt!r} contains the identifier {word!r}: remove it")
+    return tuple(token) if class_prompt or unique_token else ()

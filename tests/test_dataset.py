@@ -333,8 +333,9 @@ def batches(tmp_path):
         numbers = torch.arange(pairs.num_rows, dtype=torch.float16)[:, None, None, None].repeat(1, 4, 8, 8)
         arrays = {"mean": numbers, "std": numbers + 0.5, "place": torch.arange(pairs.num_rows)}
         save_file(arrays, tmp_path / "posteriors.safetensors")
-        prompts = prompts or [{"text_encoder.ids": torch.full((16,), number)} for number in (1, 2)]
-        return Batches(tmp_path, pairs, *prompts, seed, draw_time)
+        first, second = prompts or [{"text_encoder.ids": torch.full((16,), number)} for number in (1, 2)]
+        prompts = [first] * pairs.num_instance + [second] * pairs.num_class
+        return Batches(tmp_path, pairs, prompts, seed, draw_time)
 
     return make
 

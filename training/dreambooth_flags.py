@@ -3,6 +3,7 @@
 import argparse
 
 from common import cli
+from pipelines.captions import MODES
 from training import flags
 
 
@@ -27,6 +28,9 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--class_prompt", help='prompt of the class images: "photo of a dog"')
     token = "identifier of the subject; default: the words of --instance_prompt that --class_prompt lacks"
     group.add_argument("--unique_token", help=token)
+    captions = "captions of single images (metadata.jsonl, NAME.txt beside NAME.jpg): own: in place of the prompt; "
+    captions += "after: after it; none: not used; default: own if a photo has one"
+    group.add_argument("--captions", choices=MODES, help=captions)
     side = "width and height in pixels to train on; default: the model's resolution"
     group.add_argument("--resolution", type=cli.positive_int, help=side)
     flags.add_switch(group, "random_crop", True, "crop photos at random positions instead of the center")
