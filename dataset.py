@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -180,8 +181,7 @@ def cache_posteriors(
     pool: options of map_on_actors.
     """
     targets.recover(folder)
-    images: list[tuple[str, int, int | None]] = []
-    images += [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
+    images = list_variants(instance_images, pairs)
     images += [(str(path), i, None) for i, path in enumerate(class_images)]
     earlier_place = read_places(folder, pairs, made_from)
     place, crops = plan_cache(pairs.rows_used(num_pairs), earlier_place, images, encoder_options)
@@ -197,6 +197,21 @@ def cache_posteriors(
         save_file({**arrays, "place": place}, beside / "posteriors.safetensors")
         read = [[shown(path), variant] for path, _, variant in images]
         targets.publish(beside, folder, held, made_from=made_from, images=read)
+
+
+def list_variants(instance_images: Sequence[Path | str], pairs: Pairs) -> list[tuple[str, int, int | None]]:
+    """Return (path, image, variant) of each row of an instance image.
+
+    A photo that is listed several times counts as one image, with its next variant at each place.
+    """
+    paths, rows = [str(path) for path in instance_images], []
+    times, earlier = collections.Counter(paths), collections.Counter[str]()
+    first = {path: number for number, path in reversed(list(enumerate(paths)))}
+    for path in paths:
+        shown = (variant * times[path] + earlier[path] for variant in range(pairs.num_variants))
+        rows += [(path, first[path], variant % pairs.max_variants) for variant in shown]
+        earlier[path] += 1
+    return rows
 
 
 def encode_crops(crops: list[Crop], encoder_options: dict[str, Any], **pool: Any) -> dict[str, np.ndarray]:

@@ -25,7 +25,7 @@ from pipelines.conditions import encode_prompts
 from pipelines.configs import read_config
 from pipelines.families import find_family, say_what_is_cut
 from pipelines.model_folder import check_model, count_weights
-from pipelines.subjects import read_subjects
+from pipelines.subjects import check_subject_flags, read_subjects
 from pipelines.upload import add_hub_flags, check_hub_flags
 from training import adapters, checkpoints, driver, estimate, flags, launch, loop, parallel, resuming, validation
 from training.dreambooth_flags import add_data_flags, add_image_flags, add_training_flags
@@ -74,7 +74,8 @@ def parse_args(argv=None):
     flags.check_schedule(parser, args)
     flags.check_lora(parser, args)
     check_hub_flags(parser, args)
-    if args.prior_loss_weight and not (args.class_images_dir and args.class_prompt):
+    check_subject_flags(parser, args, ("instance_images_dir", "instance_prompt"))
+    if args.prior_loss_weight and not args.concepts and not (args.class_images_dir and args.class_prompt):
         parser.error("--class_images_dir and --class_prompt are required unless --prior_loss_weight is 0")
     if args.max_train_pairs and args.max_train_steps:
         parser.error("--max_train_pairs and --max_train_steps both set the length of the run: use only one of them")
@@ -202,7 +203,7 @@ def publish(task, step, device):
     card = partial(
         dreambooth_card,
         model_dir=output.model_dir,
-        instance_prompt=config.instance_prompts[0],
+        instance_prompts=config.instance_prompts,
         skipped_images=config.skipped_images,
         settings={**output.settings, "max_train_steps": step},
     )
@@ -219,7 +220,7 @@ def read_inputs(args):
     """Check the model, the prompts and the folders without opening an image; return (settings of the run, Folders)."""
     if args.use_8bit_adam and not importlib.util.find_spec("bitsandbytes"):
         raise BadInput("--use_8bit_adam requires bitsandbytes: python -m pip install bitsandbytes")
-    subjects = read_subjects(args)
+    subjects = read_subjects(args, with_classes=args.prior_loss_weight > 0)
     locations = {each.flag.lstrip("-"): each.location for subject in subjects for each in subject.folders}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **locations)
     check_method(args)

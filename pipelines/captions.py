@@ -13,7 +13,7 @@ from common.errors import BadInput, one_line
 from common.images import CAPTION_SUFFIX, ImageFolder
 from common.storage import split
 from pipelines.image_folder import METADATA
-from pipelines.prompts import words_of
+from pipelines.prompts import name_word, words_of
 
 MODES = ("none", "own", "after")
 
@@ -84,19 +84,12 @@ def check_captions(captions: dict[str, Caption], holds: Sequence[str], lacks: It
         name = "" if file.suffix == CAPTION_SUFFIX else f" of {split(image)[1]}"
         for word in holds:
             if word not in words:
-                remedy = "add it, or pass --captions after, which puts the prompt before each caption"
-                raise BadInput(f"{file}: the caption{name} {shown} lacks {_named(word, holds)}: {remedy}")
-        for identifier in lacks:
-            for word in identifier:
-                if word in words:
-                    raise BadInput(f"{file}: the caption{name} {shown} contains {_named(word, identifier)}: remove it")
-
-
-def _named(word: str, identifier: Sequence[str]) -> str:
-    whole = " ".join(identifier)
-    if whole == word:
-        return f"the identifier {word!r}"
-    return f"{word!r} of the identifier {whole!r} (--unique_token sets another one)"
+                remedy = "add it, or pass --captions after, which puts the prompt before captions, or --captions none"
+                raise BadInput(f"{file}: the caption{name} {shown} lacks {name_word(word, holds)}: {remedy}")
+        for word, identifier in ((word, each) for each in lacks for word in each):
+            if word in words:
+                what = name_word(word, identifier)
+                raise BadInput(f"{file}: the caption{name} {shown} contains {what}: remove it")
 
 
 def text_of(prompt: str, caption: Caption | None, mode: str) -> str:

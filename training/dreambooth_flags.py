@@ -4,6 +4,7 @@ import argparse
 
 from common import cli
 from pipelines.captions import MODES
+from pipelines.subjects import add_concepts_flag
 from training import flags
 
 
@@ -20,14 +21,15 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("images and prompts")
     photos = "folder of the subject's photos, about five"
-    group.add_argument("--instance_images_dir", "--instance_data_dir", required=True, help=photos)
+    group.add_argument("--instance_images_dir", "--instance_data_dir", help=photos)
     prompt = 'prompt of the photos, with the identifier: "photo of unqtkn dog"'
-    group.add_argument("--instance_prompt", required=True, help=prompt)
+    group.add_argument("--instance_prompt", help=prompt)
     images = "folder of class images, as drawn by run_model.py"
     group.add_argument("--class_images_dir", "--class_data_dir", help=images)
     group.add_argument("--class_prompt", help='prompt of the class images: "photo of a dog"')
     token = "identifier of the subject; default: the words of --instance_prompt that --class_prompt lacks"
     group.add_argument("--unique_token", help=token)
+    add_concepts_flag(group)
     captions = "captions of single images (metadata.jsonl, NAME.txt beside NAME.jpg): own: in place of the prompt; "
     captions += "after: after it; none: not used; default: own if a photo has one"
     group.add_argument("--captions", choices=MODES, help=captions)

@@ -61,9 +61,12 @@ class Folders:
         return [(image, text_of(folder.prompt, self.captions.get(image), self.how)) for image in images]
 
     def settings(self) -> dict[str, Any]:
-        """Return the prompts and the digests of the images; with captions, the digest of the texts that they change."""
+        """Return the prompts and the digests of the images, lists of them for several subjects.
+
+        With captions, a digest of the texts that they change too.
+        """
         digests = {location: folders.digest_files(found.files.values()) for location, found in self.images.items()}
-        settings: dict[str, list] = {}
+        settings: dict[str, Any] = {}
         captions = []
         for subject in self.subjects:
             for name, folder in (("instance", subject.photos), ("class", subject.class_images)):
@@ -72,8 +75,9 @@ class Folders:
             for folder in subject.folders:
                 texts = self.texts(folder, self.images[folder.location].files)
                 captions.append({split(image)[1]: text for image, text in texts if text != folder.prompt})
-        alone = {name: values[0] for name, values in settings.items()}
-        return alone | ({"captions": folders.digest_values(captions)} if any(captions) else {})
+        if len(self.subjects) == 1:
+            settings = {name: values[0] for name, values in settings.items()}
+        return settings | ({"captions": folders.digest_values(captions)} if any(captions) else {})
 
     def check(self, skip_bad_images: bool, pairs_per_step: int) -> Material:
         """Decode each image once and return the usable ones; raise BadInput as check_images does."""
@@ -107,35 +111,42 @@ def find_folders(subjects: list[Subject], how: str | None) -> Folders:
     for folder in (folder for subject in subjects for folder in subject.folders):
         if folder.location not in images:
             images[folder.location] = find_images(folder.location, folder.flag)
+    photos = {subject.photos.location: images[subject.photos.location] for subject in subjects}
+    classes = {location: found for location, found in images.items() if location not in photos}
     captions: dict[str, Caption] = {}
     if how != "none":
-        for subject in subjects:
-            captions |= read_captions(images[subject.photos.location])
+        captions = _read_all(photos)
         how = how or ("own" if captions else "none")
     if how != "none":
-        captions |= _check_captions(subjects, images, captions, how)
+        captions |= _read_all(classes)
+        _check(subjects, images, captions, how)
+        groups = {"photos": photos, "class images": classes}
+        counted = [_count(found, captions, what) for what, found in groups.items() if found]
+        use = "replaces" if how == "own" else "follows"
+        say(f"captions: {' and '.join(counted)} have one, which {use} the prompt (--captions {how})")
     return Folders(subjects, images, captions, how)
 
 
-def _check_captions(
-    subjects: list[Subject], images: dict[str, ImageFolder], of_photos: dict[str, Caption], how: str
-) -> dict[str, Caption]:
-    """Check the captions of photos, and return those of the class images; print how many there are of each."""
-    classes = dict.fromkeys(subject.class_images.location for subject in subjects if subject.class_images)
-    of_classes = {}
-    for location in classes:
-        of_classes |= read_captions(images[location])
-    check_captions(of_classes, (), [subject.identifier for subject in subjects])
-    for subject in subjects if how == "own" else ():
-        own = {image: of_photos[image] for image in images[subject.photos.location].files if image in of_photos}
-        if own and not subject.identifier:
-            raise BadInput(
-                "--captions own checks that each caption of a photo contains the identifier: give it as --unique_token"
-            )
-        check_captions(own, subject.identifier)
-    of = f"{len(of_photos)} of {sum(len(found.files) for each, found in images.items() if each not in classes)} photos"
-    if classes:
-        of += f" and {len(of_classes)} of {sum(len(images[each].files) for each in classes)} class images"
-    use = "replace the prompt" if how == "own" else "follow the prompt"
-    say(f"captions of {of} {use} (--captions {how})")
-    return of_classes
+def _read_all(images: dict[str, ImageFolder]) -> dict[str, Caption]:
+    return {image: caption for found in images.values() for image, caption in read_captions(found).items()}
+
+
+def _count(folders: dict[str, ImageFolder], captions: dict[str, Caption], what: str) -> str:
+    images = [image for found in folders.values() for image in found.files]
+    return f"{sum(image in captions for image in images)} of {len(images)} {what}"
+
+
+def _check(subjects: list[Subject], images: dict[str, ImageFolder], captions: dict[str, Caption], how: str) -> None:
+    """Raise BadInput if a caption lacks the identifier that it needs, or if one of a class image has any."""
+
+    def of(folder: PromptedFolder) -> dict[str, Caption]:
+        return {image: captions[image] for image in images[folder.location].files if image in captions}
+
+    for subject in subjects:
+        if subject.class_images:
+            check_captions(of(subject.class_images), (), [each.identifier for each in subjects])
+        if how == "own" and of(subject.photos) and not subject.identifier:
+            what = "that each caption of a photo contains the identifier"
+            raise BadInput(f"--captions own checks {what}: give it as --unique_token, or pass --captions none")
+        if how == "own":
+            check_captions(of(subject.photos), subject.identifier)

@@ -94,7 +94,7 @@ def test_the_identifier_is_in_captions_of_photos_and_not_in_those_of_class_image
     check_captions(caption, ("zwx", "qqv"), [("unqtkn",), ()])
     with pytest.raises(errors.BadInput, match=r"01\.txt: the caption 'A Zwx.* lacks the identifier 'unqtkn': .*after"):
         check_captions(caption, ("unqtkn",))
-    with pytest.raises(errors.BadInput, match=r"lacks 'red' of the identifier 'zwx red' \(--unique_token"):
+    with pytest.raises(errors.BadInput, match=r"lacks 'red' of the identifier 'zwx red' \(see unique_token"):
         check_captions(caption, ("zwx", "red"))
     with pytest.raises(errors.BadInput, match=r"01\.txt: the caption 'A Zwx.* contains the identifier 'qqv': remove"):
         check_captions(caption, (), [("unqtkn",), ("qqv",)])
