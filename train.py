@@ -220,7 +220,7 @@ def read_inputs(args):
     """Check the model, the prompts and the folders without opening an image; return (settings of the run, Folders)."""
     if args.use_8bit_adam and not importlib.util.find_spec("bitsandbytes"):
         raise BadInput("--use_8bit_adam requires bitsandbytes: python -m pip install bitsandbytes")
-    subjects = read_subjects(args, with_classes=args.prior_loss_weight > 0)
+    subjects = read_subjects(args, args.model_dir if args.prior_loss_weight else None)
     locations = {each.flag.lstrip("-"): each.location for subject in subjects for each in subject.folders}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **locations)
     check_method(args)

@@ -58,17 +58,17 @@ def check_subject_flags(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(f"the following arguments are required: {', '.join(missing)}, or --concepts")
 
 
-def read_subjects(args: argparse.Namespace, with_classes: bool = True) -> list[Subject]:
-    """Return the subject of the flags, or the subjects of --concepts; raise BadInput if the prompts do not tell them.
+def read_subjects(args: argparse.Namespace, model_dir: str | None) -> list[Subject]:
+    """Return the subject of the flags, or the subjects of --concepts; raise BadInput if their prompts are alike.
 
-    with_classes: whether class images are needed; without, there are none.
+    model_dir: the model that draws class images; None if there are to be none.
     """
     if args.concepts:
-        return _read_concepts(args.concepts, args.model_dir if with_classes else None)
+        return _read_concepts(args.concepts, model_dir)
     identifier = check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
     photos = PromptedFolder(args.instance_images_dir, args.instance_prompt, "--instance_images_dir")
     class_images = PromptedFolder(args.class_images_dir, args.class_prompt, "--class_images_dir")
-    return [Subject(photos, class_images if with_classes else None, identifier)]
+    return [Subject(photos, class_images if model_dir else None, identifier)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ def test_same_command_writes_nothing_and_imports_no_torch(command):
 )
 def test_the_steps_follow_from_the_pairs(command, flags, num_workers, steps):
     args, settings = train.parse_args(command.arguments(**{"max_train_steps": None, **flags})), {}
-    found = find_folders(read_subjects(args), None)
+    found = find_folders(read_subjects(args, args.model_dir), None)
     assert train.plan_steps(args, settings, found, num_workers) == steps
     assert "max_train_steps" not in settings  # of a constant learning rate: the result may be trained further
 

@@ -286,7 +286,7 @@ EVALUATE_FLAGS = """
     base_model_dir instance_images_dir class_images_dir skip_bad_images no_safety_checker instance_prompt class_prompt
     unique_token class_name prompts_file num_samples_per_prompt num_class_images seed sampler num_inference_steps
     guidance_scale negative_prompt height width clip_model dino_model memorised_above fail_under fail_above batch_size
-    lora
+    lora concepts
 """
 
 

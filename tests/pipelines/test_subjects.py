@@ -16,15 +16,14 @@ TOM = {"images": "tom", "prompt": "a sks cat", "class_images": "reg/cat", "class
 def read(tmp_path):
     """Return a function from subjects, or the text of a file, to what is read of it."""
 
-    def call(*rows, text=None, name="concepts.toml", with_classes=True, encoding="utf-8"):
+    def call(*rows, text=None, name="concepts.toml", model_dir="my model", encoding="utf-8"):
         if text is None and name.endswith(".json"):
             text = json.dumps(rows)
         if text is None:
             tables = ["\n".join(["[[subject]]", *(f"{key} = {json.dumps(row[key])}" for key in row)]) for row in rows]
             text = "\n\n".join(tables)
         (tmp_path / name).write_bytes(text.encode(encoding))
-        args = Namespace(concepts=str(tmp_path / name), model_dir="my model")
-        return read_subjects(args, with_classes)
+        return read_subjects(Namespace(concepts=str(tmp_path / name)), model_dir)
 
     return call
 
@@ -42,7 +41,7 @@ def test_each_subject_has_its_folders_prompts_and_identifier(read, tmp_path):
     assert rex.photos == PromptedFolder(str(tmp_path / "rex"), "a zwx dog", f"{place}: images")
     assert rex.class_images == PromptedFolder(str(tmp_path / "reg" / "dog"), "a dog", f"{place}: class_images")
     assert (rex.identifier, tom.identifier) == (("zwx",), ("sks",))
-    assert [subject.class_images for subject in read(REX, TOM, with_classes=False)] == [None, None]
+    assert [subject.class_images for subject in read(REX, TOM, model_dir=None)] == [None, None]
 
 
 def test_a_list_of_diffusers_is_the_same(read):
@@ -54,7 +53,7 @@ def test_a_list_of_diffusers_is_the_same(read):
 
 def test_files_of_other_systems_are_read(read):
     text = '\ufeff[[subject]]\r\nimages = "hündchen"\r\nprompt = "a zwx dog"\r\nclass_prompt = "a dog"\r\n'
-    assert read(text=text, with_classes=False)[0].photos.location.endswith("/hündchen")
+    assert read(text=text, model_dir=None)[0].photos.location.endswith("/hündchen")
 
 
 def without(row, *names):
@@ -103,4 +102,4 @@ def test_a_file_of_another_form(read, file, said):
 
 def test_a_file_that_is_missing(tmp_path):
     with pytest.raises(errors.BadInput, match=r"--concepts .*none\.toml: .*No such file"):
-        read_subjects(Namespace(concepts=str(tmp_path / "none.toml"), model_dir="m"))
+        read_subjects(Namespace(concepts=str(tmp_path / "none.toml")), "m")
