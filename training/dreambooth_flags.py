@@ -50,7 +50,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--train_batch_size", type=cli.positive_int, default=1, help=batch)
     accumulation = "batches of a worker in one optimizer step"
     group.add_argument("--gradient_accumulation_steps", type=cli.positive_int, default=1, help=accumulation)
-    epochs = "length of the run in epochs; an epoch is max(photos, class images) pairs"
+    epochs = "length of the run in epochs; an epoch is max(photos, class images) pairs of each subject"
     group.add_argument("--num_epochs", "--num_train_epochs", type=cli.positive_int, default=4, help=epochs)
     pairs = "length of the run in pairs, whatever the batch size and the number of workers; overrides --num_epochs"
     group.add_argument("--max_train_pairs", type=cli.positive_int, help=pairs)

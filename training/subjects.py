@@ -43,13 +43,13 @@ class Material:
 class Folders:
     """The folders of all subjects, none of whose images was opened.
 
-    images: by location of the folder. captions: by path or URI of the image; how: see captions.text_of.
+    images: by location of the folder. captions: by path or URI of the image; mode: see captions.text_of.
     """
 
     subjects: list[Subject]
     images: dict[str, ImageFolder]
     captions: dict[str, Caption]
-    how: str
+    mode: str
 
     @property
     def pairs_per_epoch(self) -> int:
@@ -58,7 +58,7 @@ class Folders:
 
     def texts(self, folder: PromptedFolder, images: Iterable[str]) -> Texts:
         """Return images of a folder with the text that each is trained with."""
-        return [(image, text_of(folder.prompt, self.captions.get(image), self.how)) for image in images]
+        return [(image, text_of(folder.prompt, self.captions.get(image), self.mode)) for image in images]
 
     def settings(self) -> dict[str, Any]:
         """Return the prompts and the digests of the images, lists of them for several subjects.
@@ -83,16 +83,15 @@ class Folders:
         """Decode each image once and return the usable ones; raise BadInput as check_images does."""
         usable = {location: check_images(found, skip_bad_images) for location, found in self.images.items()}
         left_out = [image for at, found in self.images.items() for image in found.files if image not in usable[at]]
-        halves: tuple[list[Texts], list[Texts]] = ([], [])
-        for subject in self.subjects:
-            for half, folder in zip(halves, subject.folders, strict=False):
-                half.append(self.texts(folder, usable[folder.location]))
+        photos = [self.texts(each.photos, usable[each.photos.location]) for each in self.subjects]
+        classes = [each.class_images for each in self.subjects if each.class_images]
+        class_images = [self.texts(folder, usable[folder.location]) for folder in classes]
         needed = -(-pairs_per_step // len(self.subjects))
-        for subject, texts in zip(self.subjects, halves[1], strict=False):
-            if subject.class_images and len(texts) < needed:
-                holds = f"{subject.class_images.flag} holds {len(texts)} images, a step takes {needed} pairs"
+        for folder, texts in zip(classes, class_images, strict=True):
+            if len(texts) < needed:
+                holds = f"{folder.flag} holds {len(texts)} images, a step takes {needed} pairs"
                 say(f"warning: {holds}: some images are used several times in a step")
-        return Material(mix(halves[0]), mix(halves[1]), [split(image)[1] for image in left_out])
+        return Material(mix(photos), mix(class_images), [split(image)[1] for image in left_out])
 
 
 def mix(parts: Sequence[Sequence[T]]) -> list[T]:
@@ -101,10 +100,10 @@ def mix(parts: Sequence[Sequence[T]]) -> list[T]:
     return [part[place % len(part)] for place in range(longest) for part in parts]
 
 
-def find_folders(subjects: list[Subject], how: str | None) -> Folders:
+def find_folders(subjects: list[Subject], mode: str | None) -> Folders:
     """Find the images and captions of all subjects; print how many captions there are, if they are used.
 
-    how: see captions.text_of; None: "own" if a photo has a caption, else "none". Raises BadInput for a folder without
+    mode: see captions.text_of; None: "own" if a photo has a caption, else "none". Raises BadInput for a folder without
     images, and for captions that cannot be read or that do not fit the identifiers.
     """
     images: dict[str, ImageFolder] = {}
@@ -114,29 +113,29 @@ def find_folders(subjects: list[Subject], how: str | None) -> Folders:
     photos = {subject.photos.location: images[subject.photos.location] for subject in subjects}
     classes = {location: found for location, found in images.items() if location not in photos}
     captions: dict[str, Caption] = {}
-    if how != "none":
+    if mode != "none":
         captions = _read_all(photos)
-        how = how or ("own" if captions else "none")
-    if how != "none":
+        mode = mode or ("own" if captions else "none")
+    if mode != "none":
         captions |= _read_all(classes)
-        _check(subjects, images, captions, how)
+        _check(subjects, images, captions, mode)
         groups = {"photos": photos, "class images": classes}
         counted = [_count(found, captions, what) for what, found in groups.items() if found]
-        use = "replaces" if how == "own" else "follows"
-        say(f"captions: {' and '.join(counted)} have one, which {use} the prompt (--captions {how})")
-    return Folders(subjects, images, captions, how)
+        use = "replaces" if mode == "own" else "follows"
+        say(f"captions: {' and '.join(counted)} have one, which {use} the prompt (--captions {mode})")
+    return Folders(subjects, images, captions, mode)
 
 
 def _read_all(images: dict[str, ImageFolder]) -> dict[str, Caption]:
     return {image: caption for found in images.values() for image, caption in read_captions(found).items()}
 
 
-def _count(folders: dict[str, ImageFolder], captions: dict[str, Caption], what: str) -> str:
-    images = [image for found in folders.values() for image in found.files]
+def _count(group: dict[str, ImageFolder], captions: dict[str, Caption], what: str) -> str:
+    images = [image for found in group.values() for image in found.files]
     return f"{sum(image in captions for image in images)} of {len(images)} {what}"
 
 
-def _check(subjects: list[Subject], images: dict[str, ImageFolder], captions: dict[str, Caption], how: str) -> None:
+def _check(subjects: list[Subject], images: dict[str, ImageFolder], captions: dict[str, Caption], mode: str) -> None:
     """Raise BadInput if a caption lacks the identifier that it needs, or if one of a class image has any."""
 
     def of(folder: PromptedFolder) -> dict[str, Caption]:
@@ -145,8 +144,8 @@ def _check(subjects: list[Subject], images: dict[str, ImageFolder], captions: di
     for subject in subjects:
         if subject.class_images:
             check_captions(of(subject.class_images), (), [each.identifier for each in subjects])
-        if how == "own" and of(subject.photos) and not subject.identifier:
+        if mode == "own" and of(subject.photos) and not subject.identifier:
             what = "that each caption of a photo contains the identifier"
             raise BadInput(f"--captions own checks {what}: give it as --unique_token, or pass --captions none")
-        if how == "own":
+        if mode == "own":
             check_captions(of(subject.photos), subject.identifier)
