@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,6 +67,11 @@ class Pairs:
         epoch, place = divmod(position, self.pairs_per_epoch)
         return self._rows_of(epoch, int(self._order(epoch)[place]))
 
+    def image_of(self, row: int) -> int:
+        """Return the image of a row: the number of an instance image, or `num_instance` + that of a class image."""
+        first_class = self.num_instance * self.num_variants
+        return row // self.num_variants if row < first_class else self.num_instance + row - first_class
+
     def rows_used(self, num_pairs: int) -> np.ndarray:
         """Return the rows [R] that the first `num_pairs` pairs of the sequence use, in ascending order."""
         full_epochs, rest = divmod(num_pairs, self.pairs_per_epoch)
@@ -118,8 +124,23 @@ def cache_posteriors(
 
 def list_rows(pairs: Pairs, instance_images: Sequence[Path | str], class_images: Sequence[Path | str]) -> list[Row]:
     """Return all rows in the order that Pairs counts them in."""
-    rows: list[Row] = [(str(path), i, v) for i, path in enumerate(instance_images) for v in range(pairs.num_variants)]
+    rows = list_variants(instance_images, pairs)
     return [*rows, *((str(path), i, None) for i, path in enumerate(class_images))]
+
+
+def list_variants(instance_images: Sequence[Path | str], pairs: Pairs) -> list[Row]:
+    """Return (path, image, variant) of each row of an instance image.
+
+    A photo that is listed several times counts as one image, with its next variant at each place.
+    """
+    paths, rows = [str(path) for path in instance_images], []
+    times, earlier = collections.Counter(paths), collections.Counter[str]()
+    first = {path: number for number, path in reversed(list(enumerate(paths)))}
+    for path in paths:
+        numbers = (variant * times[path] + earlier[path] for variant in range(pairs.num_variants))
+        rows += [(path, first[path], variant % pairs.max_variants) for variant in numbers]
+        earlier[path] += 1
+    return rows
 
 
 def count_pixels(
@@ -137,15 +158,15 @@ def count_pixels(
 class Batches:
     """Makes training batches from the cache, which it maps into memory; they do not depend on the worker.
 
-    instance_prompt, class_prompt: as returned by conditions.encode_prompts. draw_time: of the objective.
+    prompts: the fields (conditions.encode_prompts) of the text of each image, in the order of Pairs.image_of.
+    draw_time: of the objective.
     """
 
     def __init__(
         self,
         cache_dir: str | Path,
         pairs: Pairs,
-        instance_prompt: dict[str, torch.Tensor],
-        class_prompt: dict[str, torch.Tensor],
+        prompts: Sequence[dict[str, torch.Tensor]],
         seed: int,
         draw_time: Callable[[np.random.Generator], int],
     ) -> None:
@@ -153,9 +174,8 @@ class Batches:
         self.caches = [found[size] for size in sorted(found, key=lambda size: size or ())]
         self.places = np.stack([cache.pop("place").numpy() for cache in self.caches])
         self.shape = (self.places >= 0).argmax(axis=0)  # of each row, as the number of its cache
-        self.pairs, self.seed, self.draw_time = pairs, seed, draw_time
+        self.pairs, self.prompts, self.seed, self.draw_time = pairs, prompts, seed, draw_time
         self.hand_out = functools.lru_cache(maxsize=1)(self._hand_out)
-        self.prompts = {INSTANCE_NOISE: instance_prompt, CLASS_NOISE: class_prompt}
 
     def __call__(self, step: int, first_pair: int, num_pairs: int, pairs_per_step: int) -> list[dict[str, Any]]:
         """Return the forward passes of pairs first_pair ... of the `pairs_per_step` of optimizer step `step`.
@@ -192,7 +212,7 @@ class Batches:
             "posterior_noise": torch.from_numpy(noise[1]),
             "timesteps": torch.tensor(noise[2]),
             **({"time_ids": cache["time_ids"][place]} if "time_ids" in cache else {}),
-            **self.prompts[stream],
+            **self.prompts[self.pairs.image_of(row)],
         }
 
 

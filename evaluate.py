@@ -25,20 +25,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import cli, folders, messages, targets
-from common.errors import ToolError
+from common.errors import BadInput, ToolError
 from common.images import ImageFolder, check_images, find_images
 from common.uris import shown
 from evaluation.checks import check_counts, check_family, compare_class_images
 from evaluation.encoders import digest_encoder, find_encoder
-from evaluation.measures import MEASURES
+from evaluation.measures import MEASURES, PHOTOS_OF
 from evaluation.pictures import draw_sets, measure_sets
 from evaluation.report import make_report
-from evaluation.subject import Prompts, find_subject, read_templates
+from evaluation.subject import Prompts, find_subject, read_templates, split_subjects
 from pipelines.configs import base_name
 from pipelines.drawing import check_model_and_sampler, explain_folders, make_copies
 from pipelines.lora import add_lora_flag, describe, find_file
 from pipelines.model_folder import check_pipeline, digest_model
 from pipelines.samplers import SAMPLER, add_sampler_flags
+from pipelines.subjects import add_concepts_flag, check_subject_flags
 
 RESULT, REPORT = "evaluation.json", "report.html"
 DRAWN = ("images-tuned", "images-base", "class-tuned")  # folders of images
@@ -64,6 +65,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--num_workers", type=cli.pool_size, help=workers_help)
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
+    check_subject_flags(parser, args, (*IMAGES_DIRS, "instance_prompt", "class_prompt"))
     if args.dino_model == "none" and any(name == "subject_dino" for name, _ in args.fail_under):
         parser.error("--fail_under subject_dino cannot be checked with --dino_model none: remove one of them")
     args.command = ["python", "evaluate.py", *map(shown, sys.argv[1:] if argv is None else argv)]
@@ -75,18 +77,17 @@ def _add_input_flags(parser):
     group.add_argument("--model_dir", required=True, help="folder, or URI, of the tuned pipeline that train.py wrote")
     group.add_argument("--base_model_dir", required=True, help="folder, or URI, of the model that was tuned")
     add_lora_flag(group)
-    group.add_argument("--instance_images_dir", required=True, help="folder, or URI, of the subject's photos")
-    group.add_argument(
-        "--class_images_dir", required=True, help="folder, or URI, of class images that the base model drew"
-    )
+    group.add_argument("--instance_images_dir", help="folder, or URI, of the subject's photos")
+    group.add_argument("--class_images_dir", help="folder, or URI, of class images that the base model drew")
+    add_concepts_flag(group)
     group.add_argument("--skip_bad_images", action="store_true", help="skip image files that cannot be read")
     group.add_argument("--no_safety_checker", action="store_true", help="turn off the safety checker of the models")
 
     group = parser.add_argument_group("prompts")
     instance_help = 'prompt of the subject, as in training, such as "photo of unqtkn dog"'
-    group.add_argument("--instance_prompt", required=True, help=instance_help)
+    group.add_argument("--instance_prompt", help=instance_help)
     class_help = 'prompt of the class, as in training, such as "photo of a dog"'
-    group.add_argument("--class_prompt", required=True, help=class_help)
+    group.add_argument("--class_prompt", help=class_help)
     token_help = "identifier of the subject; default: the words of --instance_prompt that --class_prompt lacks"
     group.add_argument("--unique_token", help=token_help)
     group.add_argument("--class_name", help="class of the subject; default: the words after the identifier")
@@ -152,14 +153,15 @@ class Plan:
     """The checked inputs of an evaluation, whose images are not opened yet.
 
     sampler: values of SAMPLER; models: "tuned" and "base", as draw_folders takes them; images: those of IMAGES_DIRS;
-    clip_dir, dino_dir: folders of the encoders on this node; settings: all that determines the result, as
-    evaluation.json repeats it.
+    others: photos of other subjects, by subject; clip_dir, dino_dir: folders of the encoders on this node; settings:
+    all that determines the result, as evaluation.json repeats it.
     """
 
     prompts: Prompts
     sampler: dict[str, Any]
     models: dict[str, dict[str, Any]]
     images: dict[str, ImageFolder]
+    others: dict[str, ImageFolder]
     clip_dir: str
     dino_dir: str | None
     settings: dict[str, Any]
@@ -180,6 +182,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     settings["prompts"] = folders.digest_values(templates)
     images = {name: find_images(getattr(args, name), f"--{name}") for name in IMAGES_DIRS}
     settings |= {name: folders.digest_files(found.files.values()) for name, found in images.items()}
+    others = {name: find_images(*folder) for name, folder in args.other_photos.items()}
+    if others:
+        settings["other_photos"] = {name: folders.digest_files(found.files.values()) for name, found in others.items()}
     settings |= {flag: digest_model(folder_of(models[name])) for name, flag in MODEL_FLAGS.items()}
     if args.lora:
         settings["lora"] = [[each["sha256"], each["scale"]] for each in models["tuned"]["loras"]]
@@ -187,7 +192,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     dino_dir = None if args.dino_model == "none" else find_encoder(args.dino_model, "--dino_model")
     settings |= {"clip": digest_encoder(clip_dir), "dino": dino_dir and digest_encoder(dino_dir)}
     prompts = Prompts(subject, class_name, tuple(templates))
-    return Plan(prompts, sampler, models, images, clip_dir, dino_dir, settings)
+    return Plan(prompts, sampler, models, images, others, clip_dir, dino_dir, settings)
 
 
 def model_of(args: argparse.Namespace, model_dir: str) -> dict[str, Any]:
@@ -216,15 +221,15 @@ def find_finished(output_dir: str, settings: dict[str, Any], overwrite: bool) ->
 
 
 def check_limits(
-    fail_under: list[tuple[str, float]], fail_above: list[tuple[str, float]], measures: dict[str, Any]
+    fail_under: list[tuple[str, float]], fail_above: list[tuple[str, float]], measures: dict[str, Any], of: str = ""
 ) -> None:
-    """Raise ToolError naming each measure of the tuned model that is on the wrong side of its limit."""
+    """Raise ToolError with each measure of the tuned model on the wrong side of its limit; of: the subject."""
     values = {name: found["tuned"]["value"] for name, found in measures.items() if found}
     low = [f"{name} {values[name]:.4g} is below {limit:g}" for name, limit in fail_under if values[name] < limit]
     high = [f"{name} {values[name]:.4g} is above {limit:g}" for name, limit in fail_above if values[name] > limit]
     missed = [f"{flag}: {', '.join(each)}" for flag, each in zip(LIMITS.values(), (low, high), strict=True) if each]
     if missed:
-        raise ToolError("; ".join(missed))
+        raise ToolError(f"{of}: {'; '.join(missed)}" if of else "; ".join(missed))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,6 +242,7 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     With --dry_run, return the settings and what would be drawn.
     """
     photos, class_images = (check_images(plan.images[name], args.skip_bad_images) for name in IMAGES_DIRS)
+    others = {f"{PHOTOS_OF}{name}": check_images(each, args.skip_bad_images) for name, each in plan.others.items()}
     prompts = plan.prompts
     check_counts(args, len(photos), len(class_images), len(prompts.templates))
     class_images = class_images[: args.num_class_images]
@@ -260,7 +266,7 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
         output = targets.Files(args.output_dir, held)
         output.delete(RESULT)  # its images may be replaced now
         drawn, sets = draw_sets(wanted, args.seed, plan.sampler, args.overwrite, batch_size=args.batch_size, **pool)
-        sets |= {"photos": photos, "class_base": class_images}
+        sets |= {"photos": photos, "class_base": class_images, **others}
         encoders = (plan.clip_dir, plan.dino_dir)
         measures, found = measure_sets(sets, prompts.of_class, *encoders, args.memorised_above, args.seed, **pool)
         evaluation = {
@@ -283,23 +289,36 @@ def evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     return evaluation
 
 
-def main(args: argparse.Namespace) -> None:
-    """Check everything, evaluate unless that is done already, print the measures, and check their limits."""
-    cli.make_absolute(args, *MODEL_FLAGS.values(), *IMAGES_DIRS, "output_dir")
-    targets.check_writable(args.output_dir, "--output_dir")
-    plan = make_plan(args)
+def find_or_evaluate(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """Return what is printed of one subject: of a finished evaluation, of a new one, or of --dry_run."""
     evaluation = find_finished(args.output_dir, plan.settings, args.overwrite)
     if evaluation is None:
         evaluation = evaluate(args, plan)
         if args.dry_run:
-            messages.print_result(**evaluation)
-            return
+            return evaluation
     else:
         messages.say(f"{args.output_dir} already holds this evaluation: nothing to do")
         evaluation["drawn"] = 0
-    result = {name: value for name, value in evaluation.items() if name not in ("settings", "details")}
-    messages.print_result(**result)
-    check_limits(args.fail_under, args.fail_above, evaluation["measures"])
+    return {name: value for name, value in evaluation.items() if name not in ("settings", "details")}
+
+
+def main(args: argparse.Namespace) -> None:
+    """Check everything, evaluate what is not done already, print the measures, and check their limits."""
+    cli.make_absolute(args, *MODEL_FLAGS.values(), *IMAGES_DIRS, "output_dir")
+    targets.check_writable(args.output_dir, "--output_dir")
+    subjects = split_subjects(args)
+    if len(subjects) == 1 and "bleed" in dict(args.fail_above):
+        raise BadInput("--fail_above bleed compares several subjects: name them in a file of --concepts")
+    plans, found = {name: make_plan(flags) for name, flags in subjects.items()}, {}
+    for name, flags in subjects.items():
+        if len(subjects) > 1:
+            messages.say(f"{name}: {flags.output_dir}")
+        found[name] = find_or_evaluate(flags, plans[name])
+    several = {"output_dir": shown(args.output_dir), "subjects": found}
+    messages.print_result(**(several if len(found) > 1 else next(iter(found.values()))))
+    for name, result in found.items():
+        if "measures" in result:
+            check_limits(args.fail_under, args.fail_above, result["measures"], name if len(found) > 1 else "")
 
 
 if __name__ == "__main__":

@@ -15,20 +15,18 @@ from functools import partial
 from pathlib import Path
 
 import utils
-from common import cli, folders, messages, targets
+from common import cli, targets
 from common.buckets import assign, bucket_sizes
 from common.cluster import start_ray
 from common.errors import BadInput
-from common.images import check_images, find_images
 from common.objects import local_copy, uris_in_errors
-from common.storage import split
 from dataset import Batches, Pairs, cache_posteriors, count_pixels, largest_pass
 from pipelines import loading
 from pipelines.conditions import encode_prompts
 from pipelines.configs import read_config
 from pipelines.families import find_family, say_what_is_cut
 from pipelines.model_folder import check_model, count_weights
-from pipelines.prompts import check_prompts
+from pipelines.subjects import check_subject_flags, read_subjects
 from pipelines.upload import add_hub_flags, check_hub_flags
 from training import adapters, checkpoints, driver, estimate, flags, launch, loop, parallel, resuming, validation
 from training.dreambooth_flags import add_data_flags, add_image_flags, add_training_flags
@@ -36,13 +34,14 @@ from training.inputs import check_inputs, check_method
 from training.modules import join_modules, load_modules, recomputes
 from training.optimizer import make_optimizer
 from training.publishing import dreambooth_card, publish_pipeline
+from training.subjects import find_folders
 from training.task import Adapters, Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
 
-# Flags that decide the trained weights: a run continues only with the same values.
+# Flags that decide the trained weights, with the prompts and images: a run continues only with the same values.
 SETTINGS = """
-    instance_prompt class_prompt resolution random_crop random_flip max_variants skip_bad_images lr lr_scheduler seed
-    lr_warmup_steps prior_loss_weight snr_gamma max_grad_norm adam_weight_decay use_8bit_adam train_text_encoder
-    reduce_dtype mixed_precision compile
+    resolution random_crop random_flip max_variants skip_bad_images lr lr_scheduler seed lr_warmup_steps
+    prior_loss_weight snr_gamma max_grad_norm adam_weight_decay use_8bit_adam train_text_encoder reduce_dtype
+    mixed_precision compile
 """.split()  # noqa: SIM905
 
 # Settings that decide the latent cache; model and folders are digests of their files.
@@ -73,7 +72,8 @@ def parse_args(argv=None):
     flags.check_schedule(parser, args)
     flags.check_lora(parser, args)
     check_hub_flags(parser, args)
-    if args.prior_loss_weight and not (args.class_images_dir and args.class_prompt):
+    check_subject_flags(parser, args, ("instance_images_dir", "instance_prompt"))
+    if args.prior_loss_weight and not args.concepts and not (args.class_images_dir and args.class_prompt):
         parser.error("--class_images_dir and --class_prompt are required unless --prior_loss_weight is 0")
     if args.max_train_pairs and args.max_train_steps:
         parser.error("--max_train_pairs and --max_train_steps both set the length of the run: use only one of them")
@@ -86,10 +86,15 @@ def parse_args(argv=None):
 
 @dataclass(frozen=True)
 class DreamBooth:
-    """What a worker learns, and from which images; pairs_per_step: pairs in one optimizer step of all workers."""
+    """What a worker learns, and from which images.
 
-    instance_prompt: str
-    class_prompt: str | None
+    instance_prompts: of each subject. texts: those that images are trained with; text_of: the number of the text of
+    each image, see dataset.Pairs.image_of. pairs_per_step: pairs in one optimizer step of all workers.
+    """
+
+    instance_prompts: list
+    texts: list
+    text_of: list
     train_text_encoder: bool
     prior_loss_weight: float
     snr_gamma: float | None
@@ -124,10 +129,10 @@ def training_step(model, batch, objective, vae_config, num_instance, prior_loss_
     return utils.prior_preserving_loss(model_pred, target, num_instance, prior_loss_weight, row_weights, num_pairs)
 
 
-def make_batches(task, place, instance_prompt, class_prompt, draw_time):
-    """Return passes(step, micro) of loop.Run, of this worker's share of a global batch; prompts: their fields."""
+def make_batches(task, place, prompts, draw_time):
+    """Return passes(step, micro) of loop.Run, of this worker's share; prompts: the fields of each image's text."""
     config = task.dreambooth
-    batches = Batches(config.posteriors_dir, config.pairs, instance_prompt, class_prompt, task.schedule.seed, draw_time)
+    batches = Batches(config.posteriors_dir, config.pairs, prompts, task.schedule.seed, draw_time)
     num_pairs = config.train_batch_size
 
     def passes(step, micro):
@@ -143,9 +148,10 @@ def prepare(task, place, start):
     loading.set_up_torch(place.device.type, compute.num_threads, compute.mixed_precision)
     dtype = loading.compute_dtype(compute.mixed_precision, place.device.type, place.any)
     family = find_family(model_dir)
-    texts = [config.instance_prompt, config.class_prompt or "", "", *task.images.validation_prompts]
+    texts = [*config.texts, "", *task.images.validation_prompts]
     trained = family.trained(config.train_text_encoder)
-    instance, other, *drawn = encode_prompts(family, model_dir, texts, trained, place.device, dtype)
+    fields = encode_prompts(family, model_dir, texts, trained, place.device, dtype)
+    prompts, drawn = [fields[number] for number in config.text_of], fields[len(config.texts) :]
     modules = load_modules(
         family,
         model_dir,
@@ -173,7 +179,7 @@ def prepare(task, place, start):
         step=start.step,
         model=model,
         optimizer=optimizer,
-        passes=make_batches(task, place, instance, other, objective.draw_time),
+        passes=make_batches(task, place, prompts, objective.draw_time),
         loss_names=("loss", "instance_loss", "class_loss"),
         losses=partial(training_step, model, num_pairs=config.train_batch_size, **options),
         dtype=dtype,
@@ -195,12 +201,12 @@ def publish(task, step, device):
     card = partial(
         dreambooth_card,
         model_dir=output.model_dir,
-        instance_prompt=config.instance_prompt,
+        instance_prompts=config.instance_prompts,
         skipped_images=config.skipped_images,
         settings={**output.settings, "max_train_steps": step},
     )
     weights = checkpoints.local_checkpoint(output.work_dir, step)
-    prompts = [config.instance_prompt] * CARD_IMAGES
+    prompts = config.instance_prompts * CARD_IMAGES
     publish_pipeline(output, task.images, step, device, weights, prompts, card, task.adapters)
 
 
@@ -209,39 +215,34 @@ def publish(task, step, device):
 
 
 def read_inputs(args):
-    """Check the model, the prompts and the folders without opening an image; return (settings of the run, images).
-
-    images: ImageFolder of the photos and, if there are any, of the class images, by flag.
-    """
+    """Check the model, the prompts and the folders without opening an image; return (settings of the run, Folders)."""
     if args.use_8bit_adam and not importlib.util.find_spec("bitsandbytes"):
         raise BadInput("--use_8bit_adam requires bitsandbytes: python -m pip install bitsandbytes")
-    check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
-    images_dirs = {name: getattr(args, name) for name in IMAGES_DIRS}
-    settings = check_inputs(args, SETTINGS, "validation_prompts", **images_dirs)
+    subjects = read_subjects(args, args.model_dir if args.prior_loss_weight else None)
+    locations = {each.flag.lstrip("-"): each.location for subject in subjects for each in subject.folders}
+    settings = check_inputs(args, SETTINGS, "validation_prompts", **locations)
     check_method(args)
     more = flags.LORA_SETTINGS if args.lora else ()  # older results lack settings that they do not need
     more = [*more, "text_encoder_lr"] if args.text_encoder_lr else more
     more = [*more, "buckets"] if args.buckets else more
     settings |= {name: getattr(args, name) for name in more}
-    images = {name: find_images(folder, f"--{name}") for name, folder in images_dirs.items() if folder}
-    digests = {name: folders.digest_files(found.files.values()) for name, found in images.items()}
-    settings |= {name: digests.get(name) for name in IMAGES_DIRS}
-    return settings, images
+    found = find_folders(subjects, args.captions)
+    return settings | found.settings(), found
 
 
-def plan_steps(args, settings, images, num_workers):
+def plan_steps(args, settings, found, num_workers):
     """Add the pairs of a step, of all workers together, to `settings`; return the number of steps to train for."""
     settings["pairs_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * max(1, num_workers)
-    num_pairs = args.max_train_pairs or args.num_epochs * max(len(found.files) for found in images.values())
+    num_pairs = args.max_train_pairs or args.num_epochs * found.pairs_per_epoch
     return args.max_train_steps or driver.steps_of(num_pairs, settings["pairs_per_step"])
 
 
-def check_needs(args, pixels):
-    """Check the model's files and the disk space before a model is loaded; warn of prompts that are cut off.
+def check_needs(args, texts, pixels):
+    """Check the model's files and the disk space before a model is loaded; warn of texts that are cut off.
 
     pixels: of all crops in the latent cache. Returns (number of weights that are trained, resuming.Needs).
     """
-    say_what_is_cut(args.model_dir, [args.instance_prompt, args.class_prompt or "", *args.validation_prompts])
+    say_what_is_cut(args.model_dir, [*texts, *args.validation_prompts])
     family = find_family(args.model_dir)
     sizes, trained = family.sizes(args.model_dir), family.trained(args.train_text_encoder)
     cache = pixels // sizes.cell**2 * sizes.channels * 2 * 2  # float16 mean, std
@@ -255,32 +256,27 @@ def check_needs(args, pixels):
     return weights, needs
 
 
-def check_photos(args, settings, images, steps):
-    """Decode all images once; return ({flag: usable images}, names of skipped ones, Pairs, number of pairs)."""
-    usable = {name: check_images(found, args.skip_bad_images) for name, found in images.items()}
-    photos, class_images = (usable.get(name, []) for name in IMAGES_DIRS)
-    skipped = [split(image)[1] for name in images for image in images[name].files if image not in usable[name]]
-    pairs = Pairs(len(photos), len(class_images), args.max_variants, args.seed)
-    if 0 < len(class_images) < settings["pairs_per_step"]:
-        holds = f"--class_images_dir holds {len(class_images)} images, a step takes {settings['pairs_per_step']} pairs"
-        messages.say(f"warning: {holds}: some images are used several times in a step")
-    return usable, skipped, pairs, steps * settings["pairs_per_step"]
+def check_photos(args, settings, found, steps):
+    """Decode all images once; return (Material, Pairs, number of pairs)."""
+    material = found.check(args.skip_bad_images, settings["pairs_per_step"])
+    pairs = Pairs(len(material.photos), len(material.class_images), args.max_variants, args.seed)
+    return material, pairs, steps * settings["pairs_per_step"]
 
 
-def find_sizes(args, images, usable):
-    """Return {image: width and height that it is cropped to} of the usable images, which are given by flag."""
-    files = {image: images[name].files[image] for name in images for image in usable[name]}
+def find_sizes(args, found, images):
+    """Return {image: width and height that it is cropped to} of usable images; found: Folders."""
+    files = {image: file for each in found.images.values() for image, file in each.files.items() if image in images}
     if not args.buckets:
         return dict.fromkeys(files, (args.resolution, args.resolution))
     return assign(files, bucket_sizes(args.resolution, find_family(args.model_dir).sizes(args.model_dir).multiple))
 
 
-def explain(args, settings, images, steps):
+def explain(args, settings, found, steps):
     """Check what `train` checks and return what it needs, for --dry_run: weights that train, bytes."""
-    usable, _, pairs, num_pairs = check_photos(args, settings, images, steps)
-    photos, class_images = (usable.get(name, []) for name in IMAGES_DIRS)
-    sizes = find_sizes(args, images, usable)
-    weights, needs = check_needs(args, count_pixels(pairs, num_pairs, photos, class_images, sizes))
+    material, pairs, num_pairs = check_photos(args, settings, found, steps)
+    sizes = find_sizes(args, found, material.images)
+    photos, class_images = material.halves
+    weights, needs = check_needs(args, material.texts, count_pixels(pairs, num_pairs, photos, class_images, sizes))
     rows, size = largest_pass(args.train_batch_size, photos, class_images, sizes)
     family = find_family(args.model_dir)
     is_recomputed = recomputes(family, args.gradient_checkpointing, "cuda")
@@ -294,12 +290,12 @@ def explain(args, settings, images, steps):
     }
 
 
-def train(args, settings, images, steps, num_workers, owner):
+def train(args, settings, found, steps, num_workers, owner):
     """Check the images, fill the latent cache and run the workers; return what rank 0 returns."""
-    usable, skipped, pairs, num_pairs = check_photos(args, settings, images, steps)
-    photos, class_images = (usable.get(name, []) for name in IMAGES_DIRS)
-    sizes = find_sizes(args, images, usable)
-    check_needs(args, count_pixels(pairs, num_pairs, photos, class_images, sizes))
+    material, pairs, num_pairs = check_photos(args, settings, found, steps)
+    photos, class_images = material.halves
+    sizes = find_sizes(args, found, material.images)
+    check_needs(args, material.texts, count_pixels(pairs, num_pairs, photos, class_images, sizes))
     if num_workers:
         start_ray(args.address, args.insecure_cluster, launch.TRAINER)
     posteriors_dir = targets.join_name(args.work_dir, "posteriors")
@@ -314,7 +310,9 @@ def train(args, settings, images, steps, num_workers, owner):
     )
     validation_steps = args.validation_steps or -(-steps // 4)  # a quarter of the run
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (None, num_workers)
-    learned = {"pairs_per_step": settings["pairs_per_step"], "pairs": pairs, "posteriors_dir": posteriors_dir}
+    learned = {name: getattr(material, name) for name in ("texts", "text_of", "skipped_images")}
+    learned["instance_prompts"] = [subject.photos.prompt for subject in found.subjects]
+    learned |= {"pairs_per_step": settings["pairs_per_step"], "pairs": pairs, "posteriors_dir": posteriors_dir}
     task = TrainTask(
         output=output,
         schedule=from_flags(Schedule, args, max_train_steps=steps, validation_steps=validation_steps),
@@ -322,7 +320,7 @@ def train(args, settings, images, steps, num_workers, owner):
         compute=from_flags(Compute, args, num_workers=largest, min_workers=smallest),
         images=from_flags(Images, args),
         adapters=from_flags(Adapters, args),
-        dreambooth=from_flags(DreamBooth, args, **learned, skipped_images=skipped),
+        dreambooth=from_flags(DreamBooth, args, **learned),
     )
     return launch.run_workers(train_loop, task, **cli.placement(args))
 
@@ -334,9 +332,9 @@ def main(args):
     args.work_dir = args.work_dir or targets.beside(args.output_dir, ".work")
     cli.make_absolute(args, "model_dir", "output_dir", "work_dir", *IMAGES_DIRS)
     args.model_location, args.model_dir = args.model_dir, str(local_copy(args.model_dir))
-    settings, images = read_inputs(args)
-    plan, work = partial(plan_steps, args, settings, images), partial(train, args, settings, images)
-    driver.run_training(args, settings, plan, work, partial(explain, args, settings, images))
+    settings, found = read_inputs(args)
+    plan, work = partial(plan_steps, args, settings, found), partial(train, args, settings, found)
+    driver.run_training(args, settings, plan, work, partial(explain, args, settings, found))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def make_batches(args, settings, family, draw_time):
     pairs = Pairs(num_instance, num_class, settings["max_variants"], settings["seed"])
     prompts = [settings["instance_prompt"], settings["class_prompt"]]
     fields = encode_prompts(family, args.model_dir, prompts, family.trained(True), torch.device("cpu"), torch.float32)
-    batches = Batches(Path(args.work_dir) / "posteriors", pairs, *fields, settings["seed"], draw_time)
+    fields = [fields[0]] * num_instance + [fields[1]] * num_class
+    batches = Batches(Path(args.work_dir) / "posteriors", pairs, fields, settings["seed"], draw_time)
     if "cache" in args.without:
         options = {name: settings[name] for name in ("resolution", "random_crop", "random_flip", "seed")}
         encoder = PosteriorEncoder(args.model_dir, **options)

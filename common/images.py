@@ -34,6 +34,7 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+CAPTION_SUFFIX = ".txt"  # of NAME.txt, the caption of NAME.jpg; pipelines.captions reads it
 SMALLEST_SIDE = 16  # pixels; smaller images are icons or mistakes
 LARGEST_PICTURE = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # pixels; above this Pillow reports a decompression bomb
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # raised for the 90 to 179 megapixels of good cameras
@@ -128,7 +129,7 @@ class ImageFolder:
 def find_images(location: str | Path, flag: str) -> ImageFolder:
     """Return the images of a folder: here those of a URI become files on this node.
 
-    Files that the toolkit itself writes beside images are left out.
+    Captions of images, and files that the toolkit itself writes beside images, are left out.
     """
     folder = local_copy(location)
     if not folder.is_dir():
@@ -139,7 +140,7 @@ def find_images(location: str | Path, flag: str) -> ImageFolder:
         (images if known and path.is_file() and path.name[0] != "." else others).append(path)
     if not images:
         raise BadInput(f"{flag} {location} contains no images: add some")
-    known = ("metadata.jsonl", MANIFEST, LOCK)
+    known = {"metadata.jsonl", MANIFEST, LOCK} | {path.with_suffix(CAPTION_SUFFIX).name for path in images}
     files = {join_name(location, path.name): path for path in images}
     return ImageFolder(location, flag, files, [path.name for path in others if path.name not in known])
 

@@ -75,7 +75,15 @@ MEASURES = {
         "Share of the subject's images that are nearly identical to a photo. A high share means that the tuned model "
         "reproduces its training photos.",
     ),
+    "bleed": Measure(
+        "Bleed from another subject",
+        "low",
+        "Similarity of the subject's images to the photos of the other subject that they resemble most. A value well "
+        "above the base model's means that the model mixes its subjects.",
+    ),
 }
+
+PHOTOS_OF = "photos of "  # names of the sets of other subjects' photos begin with it
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,12 +184,13 @@ def measure(
     clip, dino: embeddings of each set: "photos"; "tuned", "base" (the subject); "class_tuned", "class_base".
     texts: CLIP embeddings of the prompt of each picture in "tuned" and in "base".
     Subject fidelity also has "photos", the similarity of the photos to each other. Measures whose name has no encoder
-    use DINO, or CLIP without DINO.
+    use DINO, or CLIP without DINO. "bleed" is measured if there are sets of other subjects' photos (PHOTOS_OF).
     """
     encoded = clip if dino is None else dino
     photos = encoded["photos"]
     classes = {model: encoded[f"class_{model}"] for model in ("tuned", "base")}
-    return {
+    others = {name.removeprefix(PHOTOS_OF): rows for name, rows in encoded.items() if name.startswith(PHOTOS_OF)}
+    measures = {
         "subject_dino": None if dino is None else _subject_fidelity(dino, seed),
         "subject_clip": _subject_fidelity(clip, seed),
         "prompt_clip": _of_both(lambda model: mean_of(prompt_fidelity(clip[model], texts), seed)),
@@ -193,6 +202,22 @@ def measure(
         "diversity": _of_both(lambda model: diversity(classes[model], seed)),
         "memorised": _of_both(lambda model: mean_of(nearest(encoded[model], photos)[1] > memorised_above, seed)),
     }
+    return measures | ({"bleed": _bleed(encoded, others, seed)} if others else {})
+
+
+def _bleed(encoded: dict[str, np.ndarray], others: dict[str, np.ndarray], seed: int) -> dict[str, Any]:
+    """Return the estimates for the other subject that the tuned model's images resemble most.
+
+    With "photos", the similarity of both subjects' photos to each other, and {"subjects": {name: value}} of all others.
+    """
+    found = {
+        name: _of_both(lambda model, rows=rows: mean_of(likeness(encoded[model], rows), seed))
+        for name, rows in others.items()
+    }
+    values = {name: each["tuned"]["value"] for name, each in found.items()}
+    most = max(values, key=lambda name: values[name])
+    photos = round(float(likeness(encoded["photos"], others[most]).mean()), DIGITS)
+    return {**found[most], "photos": {"value": photos}, "subjects": values}
 
 
 def _subject_fidelity(encoded: dict[str, np.ndarray], seed: int) -> dict[str, Estimate]:

@@ -75,11 +75,13 @@ def format_command(words: Sequence[str]) -> str:
 def measure_rows(measures: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of the table of measures; "tuned" is None if a measure was not taken."""
     rows = []
-    for name, about in MEASURES.items():
+    for name, about in ((name, about) for name, about in MEASURES.items() if name in measures):
         found = measures[name] or {}
         tuned, base, photos = (format_estimate(found.get(column)) for column in ("tuned", "base", "photos"))
         change = found and describe_change(found["tuned"], found["base"])
-        rows.append({"name": name, "about": about, "tuned": tuned, "base": base, "photos": photos, "change": change})
+        row = {"name": name, "about": about, "tuned": tuned, "base": base, "photos": photos, "change": change}
+        subjects = {other: format_estimate({"value": value}) for other, value in found.get("subjects", {}).items()}
+        rows.append({**row, "subjects": subjects})
     return rows
 
 

@@ -1,10 +1,13 @@
 """The prompts of an evaluation: how they name the subject and its class, and templates with {} for either name."""
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import BadInput, one_line
+from common.targets import join_name
 from pipelines.prompts import check_prompts, read_prompts_file
+from pipelines.subjects import read_subjects
 
 
 @dataclass(frozen=True)
@@ -71,3 +74,32 @@ def read_templates(prompts_file: str | Path | None, instance_prompt: str, subjec
         if "{}" not in template:
             raise BadInput(f"--prompts_file {prompts_file}: {one_line(template, 100)!r} has no {{}} for the subject")
     return templates
+
+
+def split_subjects(args: argparse.Namespace) -> dict[str, argparse.Namespace]:
+    """Return {subject: the flags of its evaluation}, of the flags of one subject or of the subjects of --concepts.
+
+    The flags have `other_photos`, {other subject: (folder of its photos, what messages call the folder)}. Several
+    subjects have a folder each in --output_dir, subject-1 and so on.
+    """
+    if not args.concepts:
+        args.other_photos = {}
+        prompts = args.instance_prompt, args.class_prompt, args.unique_token, args.class_name
+        return {find_subject(*prompts)[0]: args}
+    subjects, found = read_subjects(args, args.base_model_dir), {}
+    for number, subject in enumerate(subjects, start=1):
+        assert subject.class_images
+        prompts = subject.photos.prompt, subject.class_images.prompt, " ".join(subject.identifier)
+        try:
+            name, _ = find_subject(*prompts, args.class_name)
+        except BadInput as error:
+            raise BadInput(f"--concepts {args.concepts}, subject {number}: {error}") from None
+        values = dict(zip(("instance_prompt", "class_prompt", "unique_token"), prompts, strict=True))
+        values |= {"instance_images_dir": subject.photos.location, "class_images_dir": subject.class_images.location}
+        if len(subjects) > 1:
+            values["output_dir"] = join_name(args.output_dir, f"subject-{number}")
+        found[name] = argparse.Namespace(**{**vars(args), **values})
+    photos = {name: subject.photos for name, subject in zip(found, subjects, strict=True)}
+    for name, flags in found.items():
+        flags.other_photos = {other: (each.location, each.flag) for other, each in photos.items() if other != name}
+    return found

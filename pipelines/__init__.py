@@ -14,6 +14,8 @@ names         names of modules and weights in files, also those of Stable Diffus
 single_file   a whole model as one file of other programs, written and read
 samplers      sampler flags and the scheduler that a pipeline draws with
 prompts       files of prompts, subject identifiers
+subjects      subjects to learn, each with its class
+captions      captions of single images
 image_folder  file names and metadata.jsonl of generated images
 drawing       draw images on a pool of actors
 hub           models of the Hugging Face Hub and its local cache

@@ -1,6 +1,6 @@
 """Read files of prompts; check the identifier that names a subject."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from common.cli import check_text
@@ -20,23 +20,38 @@ def unique_prompts(prompts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(prompt.strip() for prompt in prompts if prompt.strip()))
 
 
-def _words(prompt: str) -> list[str]:
+def words_of(prompt: str) -> list[str]:
+    """Return the words of a prompt in lower case, without punctuation around them."""
     return [word.strip(".,;:!?\"'()") for word in prompt.lower().split()]
 
 
-def check_prompts(instance_prompt: str, class_prompt: str | None = None, unique_token: str | None = None) -> None:
-    """Raise BadInput unless the instance prompt contains the identifier and the class prompt does not.
+def name_word(word: str, identifier: Sequence[str]) -> str:
+    """Return what messages call a word of an identifier."""
+    whole = " ".join(identifier)
+    return f"the identifier {word!r}" if whole == word else f"{word!r} of the identifier {whole!r} (see unique_token)"
 
-    unique_token: the identifier; default: the words of the instance prompt that the class prompt lacks.
+
+def check_prompts(
+    instance_prompt: str,
+    class_prompt: str | None = None,
+    unique_token: str | None = None,
+    names: tuple[str, str] = ("--instance_prompt", "--class_prompt"),
+) -> tuple[str, ...]:
+    """Return the words of the identifier; raise BadInput unless the instance prompt has them and the class prompt none.
+
+    unique_token: the identifier; default: the words of the instance prompt that the class prompt lacks. Without both,
+    the identifier is unknown, (). names: what messages call the two prompts.
     """
-    for flag, text in (("--instance_prompt", instance_prompt), ("--class_prompt", class_prompt or "")):
-        check_text(flag, text)
-    instance, other, token = (_words(text or "") for text in (instance_prompt, class_prompt, unique_token))
+    of_instance, of_class = names
+    for name, text in ((of_instance, instance_prompt), (of_class, class_prompt or "")):
+        check_text(name, text)
+    instance, other, token = (words_of(text or "") for text in (instance_prompt, class_prompt, unique_token))
     token = token or [word for word in instance if word not in other]
     if not token:
-        raise BadInput("--instance_prompt has no word that --class_prompt lacks: add an identifier such as unqtkn")
+        raise BadInput(f"{of_instance} has no word that {of_class} lacks: add an identifier such as unqtkn")
     for word in token:
         if word not in instance:
-            raise BadInput(f"--instance_prompt {instance_prompt!r} lacks the identifier {word!r}: add it")
+            raise BadInput(f"{of_instance} {instance_prompt!r} lacks the identifier {word!r}: add it")
         if word in other:
-            raise BadInput(f"--class_prompt {class_prompt!r} contains the identifier {word!r}: remove it")
+            raise BadInput(f"{of_class} {class_prompt!r} contains the identifier {word!r}: remove it")
+    return tuple(token) if class_prompt or unique_token else ()

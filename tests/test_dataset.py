@@ -335,8 +335,8 @@ def batches(tmp_path):
         numbers = torch.arange(pairs.num_rows, dtype=torch.float16)[:, None, None, None].repeat(1, 4, 8, 8)
         arrays = {"mean": numbers, "std": numbers + 0.5, "place": torch.arange(pairs.num_rows)}
         save_file(arrays, tmp_path / "posteriors.safetensors")
-        prompts = prompts or [{"text_encoder.ids": torch.full((16,), number)} for number in (1, 2)]
-        passes = Batches(tmp_path, pairs, *prompts, seed, draw_time)
+        first, second = prompts or [{"text_encoder.ids": torch.full((16,), number)} for number in (1, 2)]
+        passes = Batches(tmp_path, pairs, [first] * pairs.num_instance + [second] * pairs.num_class, seed, draw_time)
 
         def batch(*place):
             (one,) = passes(*place)

@@ -141,7 +141,7 @@ def test_an_evaluation_and_the_same_again(run, monkeypatch, tmp_path):
     assert files_of(out) == {*sets, *records, ".lock", "evaluation.json", "report.html"}
     assert result["drawn"] == 2 * 2 * len(PROMPTS) + 5
     assert result["pictures"] == {"tuned": 4, "base": 4, "class_tuned": 5, "photos": 3, "class_base": 5}
-    assert result["measures"].keys() == MEASURES.keys()
+    assert result["measures"].keys() == MEASURES.keys() - {"bleed"}
     for found in result["measures"].values():
         for model in ("tuned", "base"):
             estimate = found[model]
@@ -179,6 +179,32 @@ def test_one_pool_draws_all_sets_and_one_embeds_them(run, finished, monkeypatch,
     assert pools == [("ImageDrawer", 9), ("Encoders", 2 * 21)]
 
 
+def test_each_subject_of_a_file_is_evaluated_beside_the_others(run, photos, class_images, tmp_path, monkeypatch):
+    make_photos(tmp_path / "cats", 2, seed=9)
+    subjects = ((photos, "photo of a unqtkn dog", "photo of a dog"), ("cats", "a zwx cat", "a cat"))
+    keys = 'images = "{}"\nprompt = "{}"\nclass_prompt = "{}"\nclass_images = "{}"\n'
+    tables = [f"[[subject]]\n{keys.format(*each, class_images)}" for each in subjects]
+    (tmp_path / "concepts.toml").write_text("\n".join(tables))
+    alone = dict.fromkeys(("instance_images_dir", "instance_prompt", "class_images_dir", "class_prompt"))
+    flags = {**alone, "concepts": tmp_path / "concepts.toml", "dino_model": "none"}
+    with pytest.raises(errors.ToolError, match=r"^unqtkn dog: --fail_above: bleed \S+ is above -1$"):
+        run(**flags, fail_above="bleed=-1")
+    let_nothing_run(monkeypatch)
+    result = run(**flags)
+    assert result["output_dir"] == str(tmp_path / "out") and list(result["subjects"]) == ["unqtkn dog", "zwx cat"]
+    for number, found in enumerate(result["subjects"].values(), start=1):
+        assert found["output_dir"] == str(tmp_path / "out" / f"subject-{number}") and found["drawn"] == 0
+        assert found["measures"]["bleed"]["tuned"]["value"] != found["measures"]["subject_clip"]["tuned"]["value"]
+    dog, cat = (found["measures"]["bleed"] for found in result["subjects"].values())
+    assert dog["photos"] == cat["photos"] and list(dog["subjects"]) == ["zwx cat"]
+    assert "zwx cat: " in (tmp_path / "out" / "subject-1" / "report.html").read_text()
+
+
+def test_a_bleed_is_between_subjects(run, nothing_runs):
+    with pytest.raises(errors.BadInput, match="--fail_above bleed compares several subjects"):
+        run(fail_above="bleed=0.5")
+
+
 def test_both_models_draw_the_same_prompts_with_the_same_seeds(run, tmp_path):
     run(dino_model="none")
     drawn = {}
@@ -193,7 +219,7 @@ def test_both_models_draw_the_same_prompts_with_the_same_seeds(run, tmp_path):
 def test_without_dino_its_measure_is_null_and_the_report_says_so(run, tmp_path):
     result = run(dino_model="none")
     assert result["measures"]["subject_dino"] is None and result["encoders"]["dino"] is None
-    assert all(result["measures"][name] for name in MEASURES if name != "subject_dino")
+    assert all(result["measures"][name] for name in MEASURES if name not in ("subject_dino", "bleed"))
     assert "not measured: --dino_model none" in (tmp_path / "out" / "report.html").read_text()
 
 

@@ -16,10 +16,11 @@ from fake_hub import TOKEN
 
 import train
 from common import board, errors, folders, objects
-from common.images import find_images
 from pipelines.families import find_family
 from pipelines.objectives import Diffusion
+from pipelines.subjects import read_subjects
 from training import checkpoints, logs, loop, validation
+from training.subjects import find_folders
 
 
 @pytest.fixture
@@ -245,8 +246,8 @@ def test_same_command_writes_nothing_and_imports_no_torch(command):
 )
 def test_the_steps_follow_from_the_pairs(command, flags, num_workers, steps):
     args, settings = train.parse_args(command.arguments(**{"max_train_steps": None, **flags})), {}
-    images = {name: find_images(getattr(args, name), f"--{name}") for name in train.IMAGES_DIRS}
-    assert train.plan_steps(args, settings, images, num_workers) == steps
+    found = find_folders(read_subjects(args, args.model_dir), None)
+    assert train.plan_steps(args, settings, found, num_workers) == steps
     assert "max_train_steps" not in settings  # of a constant learning rate: the result may be trained further
 
 

@@ -9,6 +9,7 @@ workers      a worker's place among the others        validation   validation im
 loop         the training loop                        publishing   the published pipeline and its model card
 modules      the modules to train, loaded             inputs       checks of flags and folders
 dreambooth_flags  command-line flags of train.py alone
+subjects     photos and class images of train.py, and the text of each
 adapters     the adapters of a LoRA: added, saved, published
 estimate     memory that a training takes, calculated
 work_folder  log and images of a run, on a disk or copied to a store

@@ -3,6 +3,8 @@
 import argparse
 
 from common import cli
+from pipelines.captions import MODES
+from pipelines.subjects import add_concepts_flag
 from training import flags
 
 
@@ -19,14 +21,18 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("images and prompts")
     photos = "folder of the subject's photos, about five"
-    group.add_argument("--instance_images_dir", "--instance_data_dir", required=True, help=photos)
+    group.add_argument("--instance_images_dir", "--instance_data_dir", help=photos)
     prompt = 'prompt of the photos, with the identifier: "photo of unqtkn dog"'
-    group.add_argument("--instance_prompt", required=True, help=prompt)
+    group.add_argument("--instance_prompt", help=prompt)
     images = "folder of class images, as drawn by run_model.py"
     group.add_argument("--class_images_dir", "--class_data_dir", help=images)
     group.add_argument("--class_prompt", help='prompt of the class images: "photo of a dog"')
     token = "identifier of the subject; default: the words of --instance_prompt that --class_prompt lacks"
     group.add_argument("--unique_token", help=token)
+    add_concepts_flag(group)
+    captions = "captions of single images (metadata.jsonl, NAME.txt beside NAME.jpg): own: in place of the prompt; "
+    captions += "after: after it; none: not used; default: own if a photo has one"
+    group.add_argument("--captions", choices=MODES, help=captions)
     side = "width and height in pixels to train on; default: the model's resolution"
     group.add_argument("--resolution", type=cli.positive_int, help=side)
     buckets = "crop each image to the size nearest to its shape, of about the same number of pixels, not to a square"
@@ -46,7 +52,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--train_batch_size", type=cli.positive_int, default=1, help=batch)
     accumulation = "batches of a worker in one optimizer step"
     group.add_argument("--gradient_accumulation_steps", type=cli.positive_int, default=1, help=accumulation)
-    epochs = "length of the run in epochs; an epoch is max(photos, class images) pairs"
+    epochs = "length of the run in epochs; an epoch is max(photos, class images) pairs of each subject"
     group.add_argument("--num_epochs", "--num_train_epochs", type=cli.positive_int, default=4, help=epochs)
     pairs = "length of the run in pairs, whatever the batch size and the number of workers; overrides --num_epochs"
     group.add_argument("--max_train_pairs", type=cli.positive_int, help=pairs)

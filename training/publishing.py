@@ -125,9 +125,16 @@ image = pipeline({json.dumps(prompt, ensure_ascii=False)}).images[0]
 
 
 def dreambooth_card(
-    samples: list[Path], model_dir: str, instance_prompt: str, skipped_images: list[str], settings: dict[str, Any]
+    samples: list[Path],
+    model_dir: str,
+    instance_prompts: list[str],
+    skipped_images: list[str],
+    settings: dict[str, Any],
 ) -> str:
-    """Return the model card of what train.py tuned; skipped_images: names of photos that were left out."""
+    """Return the model card of what train.py tuned.
+
+    instance_prompts: one for each subject; skipped_images: names of photos that were left out.
+    """
     base, licence, rank = base_name(model_dir), base_license(model_dir), settings.get("lora")
     tags = ["dreambooth", *(["lora"] if rank else []), find_family(model_dir).name, "text-to-image"]
     # The Hub takes the value for a name on the Hub and refuses cards where it cannot be one.
@@ -138,25 +145,27 @@ def dreambooth_card(
     left_out = ""
     if skipped_images:
         left_out = f"\nImages left out, as they could not be read: {one_line(', '.join(skipped_images))}.\n"
-    prompt = one_line(instance_prompt.replace("`", "'"))
+    prompts = [one_line(prompt.replace("`", "'")) for prompt in instance_prompts]
+    learned = "one subject" if len(prompts) == 1 else f"{len(prompts)} subjects"
+    named = "the subject" if len(prompts) == 1 else "the subjects"
     return f"""---
-{base_model}instance_prompt: {json.dumps(instance_prompt, ensure_ascii=False)}
+{base_model}instance_prompt: {json.dumps(instance_prompts[0], ensure_ascii=False)}
 library_name: diffusers
 license: {licence}
 pipeline_tag: text-to-image
 tags: [{", ".join(tags)}]
 ---
 
-# {prompt}
+# {", ".join(prompts)}
 
-{made} on one subject with DreamBooth (arXiv 2208.12242). Name the subject in prompts as in training:
-`{prompt}`.
+{made} on {learned} with DreamBooth (arXiv 2208.12242). Name {named} in prompts as in training:
+{", ".join(f"`{prompt}`" for prompt in prompts)}.
 
 {_pictures(samples)}
 
 Licence: that of the base model ({licence}); the photos belong to their owner.
 {left_out}
-{_usage(one_line(instance_prompt), loaded if rank else None)}
+{_usage(one_line(instance_prompts[0]), loaded if rank else None)}
 
 {_table(settings)}
 """

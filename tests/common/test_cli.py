@@ -57,7 +57,8 @@ def flags_in(s3, script):
     given = {"model_dir": s3("model"), "output_dir": s3("out"), "num_workers": 0}
     more = {
         "run_model": {"prompts": "a cat"},
-        "train": {"instance_images_dir": s3("photos"), "instance_prompt": "a cat", "prior_loss_weight": 0},
+        "train": {"instance_images_dir": s3("photos"), "instance_prompt": "a cat", "prior_loss_weight": 0}
+        | {"captions": "none"},  # those of raw data do not name the subject
         "preprocess": {"input": s3("photos"), "max_bad_fraction": 0},
         "pretrain": {"data": s3("latents")},
     }
@@ -277,7 +278,7 @@ TRAIN_FLAGS = """
     use_8bit_adam reduce_dtype train_text_encoder gradient_checkpointing compile seed validation_prompts
     validation_steps num_validation_images guidance_scale checkpointing_steps checkpoints_total_limit
     keep_checkpoints log_every push_to_hub hub_public text_encoder_lr lora lora_alpha lora_dropout lora_layers rslora
-    save_dtype merge buckets
+    save_dtype merge buckets captions concepts
 """
 
 
@@ -285,7 +286,7 @@ EVALUATE_FLAGS = """
     base_model_dir instance_images_dir class_images_dir skip_bad_images no_safety_checker instance_prompt class_prompt
     unique_token class_name prompts_file num_samples_per_prompt num_class_images seed sampler num_inference_steps
     guidance_scale negative_prompt height width clip_model dino_model memorised_above fail_under fail_above batch_size
-    lora
+    lora concepts
 """
 
 

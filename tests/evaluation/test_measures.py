@@ -171,7 +171,28 @@ def test_all_measures_by_hand():
         "memorised": (1, 0),
     }
     assert found["subject_clip"]["photos"] == {"value": 0}
-    assert found["subject_dino"] is None and found.keys() == MEASURES.keys()
+    assert found["subject_dino"] is None and found.keys() == MEASURES.keys() - {"bleed"}
+
+
+def test_the_bleed_is_the_likeness_to_the_most_alike_of_the_other_subjects():
+    """Of the means 0 and 2/3 of the tuned model, and with it that of the base."""
+    sets = {
+        "photos": PHOTOS,
+        "tuned": [[1, 0], [1, 0], [0, 1]],
+        "base": [[-1, 0], [1, 0], [0, -1]],
+        "class_tuned": np.eye(3)[:, :2] + 1,
+        "class_base": np.eye(3)[:, :2] + 1,
+        "photos of a cat": [[0, 1], [0, -1]],
+        "photos of a fox": [[1, 0]],
+    }
+    sets = {name: np.array(rows, float) for name, rows in sets.items()}
+    found = measure(sets, None, np.ones((3, 2)), 0.9, 0)
+    bleed = found.pop("bleed")
+    assert (bleed["tuned"]["value"], bleed["base"]["value"]) == (pytest.approx(2 / 3, abs=1e-6), 0)
+    assert bleed["subjects"] == {"a cat": 0, "a fox": bleed["tuned"]["value"]}
+    assert bleed["photos"]["value"] == pytest.approx(cosines(sets["photos"], [[1, 0]]).mean(), abs=1e-6)
+    alone = {name: rows for name, rows in sets.items() if not name.startswith("photos of")}
+    assert measure(alone, None, np.ones((3, 2)), 0.9, 0) == found
 
 
 def test_with_dino_it_measures_the_subject_and_clip_the_prompts():

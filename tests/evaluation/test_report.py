@@ -66,6 +66,7 @@ def make_evaluation(prompts, sets, **changed):
     """Return what evaluation.json holds of some prompts and {set: paths}."""
     measures = {name: {"tuned": estimate(0.6), "base": estimate(0.3)} for name in MEASURES}
     measures["subject_dino"]["photos"] = {"value": 0.8}
+    measures["bleed"]["subjects"] = {"zwx cat": 0.61, "sks fox": 0.17}
     photos = sets["photos"]
     near = [(photos[i % len(photos)].name, round(0.5 + i / 100, 4)) for i in range(len(sets["tuned"]))]
     return {
@@ -155,11 +156,18 @@ def test_what_the_page_says(make_page, tmp_path):
         assert about.title in text and about.reading in text
     for words in (
         "photo of unqtkn dog", "unqtkn dog in the snow", "some/clip", "some/dino", "0.600 0.550 to 0.650",
-        "photos to each other: 0.800", "higher than before", "00.png, 0.50", r"python evaluate.py \ --seed 3",
+        "photos to each other: 0.800",
+        "zwx cat: 0.610 sks fox: 0.170", "higher than before", "00.png, 0.50", r"python evaluate.py \ --seed 3",
         f"sha256 {'ab' * 6}…", "has no training_log.jsonl",
     ):  # fmt: skip
         assert words in text, words
     assert "height" not in text
+
+
+def test_one_subject_has_no_bleed(make_page, sets):
+    measures = make_evaluation([""], sets)["measures"]
+    del measures["bleed"]
+    assert "Bleed" not in make_page(measures=measures).text
 
 
 def test_a_measure_that_was_left_out_says_why(make_page, sets):

@@ -10,7 +10,7 @@ def card_of(model_dir, pipeline="StableDiffusionPipeline"):
     """Return (front matter, text) of a card of a model that has only its index."""
     model_dir.mkdir(parents=True)
     (model_dir / "model_index.json").write_text(f'{{"_class_name": "{pipeline}"}}')
-    card = dreambooth_card([], str(model_dir), "photo of unqtkn dog", [], {"lr": 1e-6})
+    card = dreambooth_card([], str(model_dir), ["photo of unqtkn dog"], [], {"lr": 1e-6})
     _, front, text = card.split("---\n", 2)
     return yaml.safe_load(front), text
 

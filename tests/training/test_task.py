@@ -18,6 +18,9 @@ ARGS = {
 }
 
 
+MADE = {"instance_prompts", "texts", "text_of", "pairs_per_step", "pairs", "posteriors_dir", "skipped_images"}
+
+
 @dataclass(frozen=True)
 class Nested(task.Task):
     pairs: Pairs
@@ -44,7 +47,7 @@ def test_values_come_before_flags_and_flags_before_defaults():
 @pytest.mark.parametrize(
     ("script", "topics", "given"),
     [
-        (train, (train.DreamBooth, task.Adapters), {"pairs_per_step", "pairs", "posteriors_dir", "skipped_images"}),
+        (train, (train.DreamBooth, task.Adapters), MADE),
         (pretrain, (pretrain.Pretraining,), {"unet", "rows_per_step", "data", "pool"}),
     ],
 )
