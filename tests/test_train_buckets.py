@@ -128,8 +128,9 @@ def test_squares_and_buckets_are_not_mistaken_for_each_other(fill):
 def batches(fill, shapes, tmp_path):
     """Batches of the cache, and the size of each row in latent cells."""
     arrays, _ = fill("cache", 100)
-    prompts = [{"text_encoder.ids": torch.full((16,), number)} for number in (1, 2)]
-    make = Batches(tmp_path / "cache", Pairs(5, 4, 3, seed=4), *prompts, 4, lambda rng: int(rng.integers(1000)))
+    first, second = ({"text_encoder.ids": torch.full((16,), number)} for number in (1, 2))
+    prompts = [first] * 5 + [second] * 4
+    make = Batches(tmp_path / "cache", Pairs(5, 4, 3, seed=4), prompts, 4, lambda rng: int(rng.integers(1000)))
     sizes = {name.partition(".")[0]: place for name, place in arrays.items() if name.endswith("place")}
     return make, [next(size for size, place in sizes.items() if place[row] >= 0) for row in range(19)]
 
@@ -242,8 +243,8 @@ def test_two_workers_of_different_numbers_of_passes(tune, tmp_path, ray_session)
     flags = {"max_train_steps": 3, "lr": 1e-3, "mixed_precision": "no"}
     tune(num_workers=0, train_batch_size=4, output_dir=tmp_path / "one", **flags)
     tune(num_workers=2, train_batch_size=2, **flags)
-    prompts = [{"text_encoder.ids": torch.zeros(1)}] * 2
-    make = Batches(tune.work_dir / "posteriors", Pairs(5, 4, 16, seed=0), *prompts, 0, lambda rng: 0)
+    prompts = [{"text_encoder.ids": torch.zeros(1)}] * 9
+    make = Batches(tune.work_dir / "posteriors", Pairs(5, 4, 16, seed=0), prompts, 0, lambda rng: 0)
     assert any(len(make(step, 0, 2, 4)) != len(make(step, 2, 2, 4)) for step in range(3))
     assert losses(tune.work_dir) == pytest.approx(losses(tmp_path / "one.work"), abs=1e-5)
 
