@@ -185,13 +185,20 @@ def load_pipeline(
 
 
 def move_pipeline(pipeline: Any, device: torch.device | str) -> Any:
-    """Return a pipeline moved to a device; if it does not fit into a GPU, each component moves when it is used."""
+    """Return a pipeline moved to a device.
+
+    If it does not fit into a GPU, each component moves when it is used; if one does not fit either, each layer.
+    """
     import torch
 
     if torch.device(device).type == "cuda":
         modules = [each for each in pipeline.components.values() if isinstance(each, torch.nn.Module)]
-        size = sum(parameter.nbytes for module in modules for parameter in module.parameters())
-        if size > PART_FOR_WEIGHTS * torch.cuda.mem_get_info(device)[0]:
+        sizes = [sum(parameter.nbytes for parameter in module.parameters()) for module in modules]
+        room = PART_FOR_WEIGHTS * torch.cuda.mem_get_info(device)[0]
+        if max(sizes) > room:
+            pipeline.enable_group_offload(torch.device(device), offload_type="leaf_level")
+            return pipeline
+        if sum(sizes) > room:
             pipeline.enable_model_cpu_offload(device=device)
             return pipeline
     return pipeline.to(device)
