@@ -154,6 +154,7 @@ def prepare(task, place, start):
         gradient_checkpointing=compute.gradient_checkpointing,
         channels_last=not task.optimization.use_8bit_adam,  # bitsandbytes copies weights to contiguous memory
         dtype=dtype if task.adapters.lora else None,
+        base_bits=task.adapters.base_bits,
     )
     write = partial(checkpoints.write_state, modules=modules)
     if task.adapters.lora:
@@ -213,15 +214,16 @@ def read_inputs(args):
 
     images: ImageFolder of the photos and, if there are any, of the class images, by flag.
     """
-    if args.use_8bit_adam and not importlib.util.find_spec("bitsandbytes"):
-        raise BadInput("--use_8bit_adam requires bitsandbytes: python -m pip install bitsandbytes")
+    asked = [name for name in ("use_8bit_adam", "base_bits") if getattr(args, name)]
+    if asked and not importlib.util.find_spec("bitsandbytes"):
+        raise BadInput(f"--{asked[0]} requires bitsandbytes: python -m pip install bitsandbytes")
     check_prompts(args.instance_prompt, args.class_prompt, args.unique_token)
     images_dirs = {name: getattr(args, name) for name in IMAGES_DIRS}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **images_dirs)
     check_method(args)
-    more = flags.LORA_SETTINGS if args.lora else ()  # older results lack settings that they do not need
-    more = [*more, "text_encoder_lr"] if args.text_encoder_lr else more
-    settings |= {name: getattr(args, name) for name in more}
+    more = (*(flags.LORA_SETTINGS if args.lora else ()), "text_encoder_lr")
+    given = {name: getattr(args, name) for name in more if getattr(args, name) is not None}
+    settings |= given  # older results lack settings that they do not need
     images = {name: find_images(folder, f"--{name}") for name, folder in images_dirs.items() if folder}
     digests = {name: folders.digest_files(found.files.values()) for name, found in images.items()}
     settings |= {name: digests.get(name) for name in IMAGES_DIRS}

@@ -89,6 +89,26 @@ def test_a_resumed_run_is_bit_equal(tune, tmp_path):
     assert one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_over_a_quantised_base_a_resumed_run_is_bit_equal_whether_it_draws_or_not(bits, tune, tmp_path):
+    flags = {"base_bits": bits, "checkpointing_steps": 1, "save_dtype": "fp32", "max_failures": 0}
+    tune(**flags, output_dir=tmp_path / "whole")
+    for steps in (2, 4):
+        tune(**flags, max_train_steps=steps, validation_prompts="a cat", num_validation_images=1, validation_steps=1)
+    assert_equal_adapters(tune.output_dir, tmp_path / "whole")
+    tune(output_dir=tmp_path / "plain")
+    assert losses(tune.work_dir) == losses(tmp_path / "whole.work") != losses(tmp_path / "plain.work")
+    assert losses(tune.work_dir) == pytest.approx(losses(tmp_path / "plain.work"), rel=0.1)
+    of_run, of_plain = (folders.read_manifest(place)["settings"] for place in (tune.output_dir, tmp_path / "plain"))
+    assert of_run["base_bits"] == bits and "base_bits" not in of_plain
+
+
+def test_what_is_merged_is_the_base_as_it_was(tune, draw):
+    tune(merge=True, base_bits=4)
+    one, other = draw("merged", model_dir=tune.output_dir)[0], draw("lora", "--lora", tune.output_dir)[0]
+    assert np.abs(one - other).max() <= 1
+
+
 @pytest.mark.faults  # half a minute; SDXL's two workers are in every run
 @pytest.mark.ray
 def test_two_workers_train_what_one_does(tune, tmp_path, ray_session):
@@ -175,6 +195,8 @@ def test_rates_of_both_parts(tune, tmp_path):
     [
         ({"lora_alpha": "8"}, "--lora_alpha has no effect without --lora"),
         ({"merge": True}, "--merge has no effect without --lora"),
+        ({"base_bits": "8"}, "--base_bits has no effect without --lora"),
+        ({"base_bits": "8", "lora": "4", "compile": True}, "--base_bits and --compile do not work together"),
         ({"lora": "0"}, "--lora"),
         ({"lora": "4", "train_text_encoder": False, "text_encoder_lr": "1e-3"}, "--text_encoder_lr has no effect"),
     ],

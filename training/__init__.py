@@ -10,6 +10,7 @@ loop         the training loop                        publishing   the published
 modules      the modules to train, loaded             inputs       checks of flags and folders
 dreambooth_flags  command-line flags of train.py alone
 adapters     the adapters of a LoRA: added, saved, published
+quantization the frozen weights under a LoRA in 8 or 4 bits
 estimate     memory that a training takes, calculated
 work_folder  log and images of a run, on a disk or copied to a store
 """

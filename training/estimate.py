@@ -14,7 +14,7 @@ from typing import Any
 
 from pipelines import loading
 from pipelines.family import Family
-from training import adapters
+from training import adapters, quantization
 from training.modules import recompute
 from training.task import ALL_WEIGHTS, Adapters
 
@@ -99,13 +99,15 @@ def device_bytes(
         module.requires_grad_(name in trained and not settings.lora)
         if is_recomputed and name in trained:
             recompute(module)
-    base = sum(parameter.numel() for name in trained for parameter in modules[name].parameters())
+    base = HALF * sum(parameter.numel() for name in trained for parameter in modules[name].parameters())
+    if settings.base_bits:
+        base -= sum(quantization.saved_bytes(modules[name], settings.base_bits) for name in trained)
     if settings.lora:
         adapters.add_adapters(family, {name: modules[name] for name in trained}, settings, 0, None)
     learned = sum(each.numel() for name in trained for each in modules[name].parameters() if each.requires_grad)
     activations = saved_bytes(family, model_dir, modules, rows, side)
     return {
-        "weights": HALF * base + SINGLE * learned if settings.lora else SINGLE * base,
+        "weights": (base if settings.lora else 0) + SINGLE * learned,
         "gradients": SINGLE * learned,
         "adam": adam_bytes * learned,
         "copies": HALF * learned,  # by autocast, in bf16
