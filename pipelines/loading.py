@@ -74,14 +74,17 @@ def storage_dtype(save_dtype: str) -> torch.dtype:
     return getattr(torch, STORAGE_DTYPES[save_dtype])
 
 
-def empty_model(model_dir: str | Path, name: str) -> Any:
-    """Return a component of a model by its configuration, on the meta device: its weights have shapes and no memory."""
+def empty_model(model_dir: str | Path, name: str, config: dict[str, Any] | None = None) -> Any:
+    """Return a component of a model by its configuration, on the meta device: its weights have shapes and no memory.
+
+    config: in place of its own.
+    """
     import torch
 
     library, class_name = read_index(model_dir)[name]
     component = getattr(importlib.import_module(library), class_name)
     load = component.config_class.from_pretrained if library == "transformers" else component.load_config
-    config = load(os.path.join(model_dir, name), local_files_only=True)
+    config = config or load(os.path.join(model_dir, name), local_files_only=True)
     with torch.device("meta"):
         return component(config) if library == "transformers" else component.from_config(config)
 
