@@ -15,6 +15,7 @@ from test_train import command, losses, no_card_images  # noqa: F401
 
 import run_model
 from common import errors, folders
+from pipelines import loading
 from pipelines.model_folder import LORA_FILE
 
 
@@ -101,6 +102,19 @@ def test_over_a_quantised_base_a_resumed_run_is_bit_equal_whether_it_draws_or_no
     assert losses(tune.work_dir) == pytest.approx(losses(tmp_path / "plain.work"), rel=0.1)
     of_run, of_plain = (folders.read_manifest(place)["settings"] for place in (tune.output_dir, tmp_path / "plain"))
     assert of_run["base_bits"] == bits and "base_bits" not in of_plain
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({}, "bfloat16"), ({"merge": True}, "float32"), ({"lora": None}, "float32")]
+)
+def test_samples_of_a_lora_alone_are_drawn_in_the_compute_type(flags, dtype, tune, monkeypatch):
+    """A pipeline that is published is in float32, and draws so."""
+    found, real = [], loading.load_pipeline
+    monkeypatch.setattr(
+        loading, "load_pipeline", lambda model_dir, dtype, *rest: found.append(dtype) or real(model_dir, dtype, *rest)
+    )
+    tune(mixed_precision="bf16", max_train_steps=1, **flags)
+    assert [str(each) for each in found] == [f"torch.{dtype}"]
 
 
 def test_what_is_merged_is_the_base_as_it_was(tune, draw):
