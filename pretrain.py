@@ -25,7 +25,7 @@ from pipelines import loading
 from pipelines.conditions import read_condition
 from pipelines.configs import read_config, read_unet_config
 from pipelines.families import find_family
-from pipelines.model_folder import check_model, count_weights, count_weights_of
+from pipelines.model_folder import check_model, count_weights
 from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
 from pretraining.inputs import add_data_flags, add_model_flags, open_data
@@ -33,7 +33,7 @@ from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
 from pretraining.resources import share_with_loaders
 from pretraining.streams import Order
-from training import checkpoints, driver, flags, launch, loop, parallel, resuming
+from training import checkpoints, driver, estimate, flags, launch, loop, parallel, resuming
 from training.inputs import check_inputs
 from training.modules import load_unet, recomputes
 from training.optimizer import make_optimizer
@@ -291,7 +291,9 @@ def plan_steps(args, settings, data, num_workers):
 
 def check_needs(args, settings):
     """Check the model's files and the disk space; return (number of weights that are trained, resuming.Needs)."""
-    weights = count_weights_of(settings["unet"]) if args.unet_config else count_weights(Path(args.model_dir, "unet"))
+    weights = count_weights(Path(args.model_dir, "unet"))
+    if args.unet_config:
+        weights = loading.empty_model(args.model_dir, "unet", settings["unet"]).num_parameters()
     needs = resuming.find_needs(args, weights, 3 + bool(args.ema_decay))
     resuming.check_disk(args, needs)
     check_model(args.model_dir)
@@ -301,7 +303,14 @@ def check_needs(args, settings):
 def explain(args, settings, data):
     """Check what `train` checks and return what it needs, for --dry_run: rows, weights that train, bytes."""
     weights, needs = check_needs(args, settings)
-    return {"rows": sum(data.chunk_rows), "trained_weights": weights, "disk_bytes": asdict(needs)}
+    workers = settings["rows_per_step"] // (args.batch_size_per_worker * args.gradient_accumulation_steps)
+    gpu = estimate.pretraining_bytes(args, settings["unet"], workers)
+    return {
+        "rows": sum(data.chunk_rows),
+        "trained_weights": weights,
+        "disk_bytes": asdict(needs),
+        "gpu_bytes_in_bf16": gpu | {"sum": sum(gpu.values())},
+    }
 
 
 def train(args, settings, data, steps, num_workers, owner):

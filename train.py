@@ -161,6 +161,7 @@ def prepare(task, place, start):
         gradient_checkpointing=compute.gradient_checkpointing,
         channels_last=not task.optimization.use_8bit_adam,  # bitsandbytes copies weights to contiguous memory
         dtype=dtype if task.adapters.lora else None,
+        base_bits=task.adapters.base_bits,
     )
     write = partial(checkpoints.write_state, modules=modules)
     if task.adapters.lora:
@@ -207,7 +208,8 @@ def publish(task, step, device):
     )
     weights = checkpoints.local_checkpoint(output.work_dir, step)
     prompts = config.instance_prompts * CARD_IMAGES
-    publish_pipeline(output, task.images, step, device, weights, prompts, card, task.adapters)
+    dtype = loading.compute_dtype(task.compute.mixed_precision, device.type)
+    publish_pipeline(output, task.images, step, device, weights, prompts, card, task.adapters, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,18 +218,17 @@ def publish(task, step, device):
 
 def read_inputs(args):
     """Check the model, the prompts and the folders without opening an image; return (settings of the run, Folders)."""
-    if args.use_8bit_adam and not importlib.util.find_spec("bitsandbytes"):
-        raise BadInput("--use_8bit_adam requires bitsandbytes: python -m pip install bitsandbytes")
+    asked = [name for name in ("use_8bit_adam", "base_bits") if getattr(args, name)]
+    if asked and not importlib.util.find_spec("bitsandbytes"):
+        raise BadInput(f"--{asked[0]} requires bitsandbytes: python -m pip install bitsandbytes")
     subjects = read_subjects(args, args.model_dir if args.prior_loss_weight else None)
     locations = {each.flag.lstrip("-"): each.location for subject in subjects for each in subject.folders}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **locations)
     check_method(args)
-    more = flags.LORA_SETTINGS if args.lora else ()  # older results lack settings that they do not need
-    more = [*more, "text_encoder_lr"] if args.text_encoder_lr else more
-    more = [*more, "buckets"] if args.buckets else more
-    settings |= {name: getattr(args, name) for name in more}
+    more = [*(flags.LORA_SETTINGS if args.lora else ()), "text_encoder_lr", *(["buckets"] if args.buckets else [])]
+    given = {name: getattr(args, name) for name in more if getattr(args, name) is not None}
     found = find_folders(subjects, args.captions)
-    return settings | found.settings(), found
+    return settings | given | found.settings(), found  # older results lack settings that they do not need
 
 
 def plan_steps(args, settings, found, num_workers):

@@ -1,7 +1,8 @@
 """Estimate the GPU memory of train.py for the published models of each family; needs no GPU and no weights.
 
-One pair of a photo and a class image in bf16 (see training.estimate for what is counted), by method: flags of train.py.
-The text encoders train where that is the default. The last line is JSON.
+One pair of a photo and a class image in bf16 (see training.estimate for what is counted), by flags of train.py. The
+text encoders train where that is the default. The largest text encoder, which reads the prompts before, has to fit the
+GPU too. Prints a Markdown table; the last line is JSON.
 
     python -m benchmarks.memory
     python -m benchmarks.memory --models sdxl flux --train_batch_size 2
@@ -12,8 +13,9 @@ import json
 import tempfile
 from pathlib import Path
 
+from pipelines import loading
 from pipelines.families import FAMILIES
-from training.estimate import device_bytes
+from training.estimate import HALF, device_bytes
 from training.task import ALL_WEIGHTS, Adapters
 
 CARDS = (8, 12, 16, 24, 80)  # GB
@@ -74,32 +76,40 @@ def write_configs(folder, name):
 
 
 def methods(family, rank):
-    """Yield (name, arguments of device_bytes from trains_text_encoders on) of the ways to train a family."""
-    adapters = Adapters(lora=rank, lora_alpha=float(rank))
+    """Yield (flags, whether text encoders train, is_recomputed, Adapters, bytes of AdamW for each weight)."""
     for trains in dict.fromkeys((family.trains_text_encoders, False)):
-        text = "" if trains or not family.trains_text_encoders else ", --no-train_text_encoder"
+        text = [] if trains or not family.trains_text_encoders else ["--no-train_text_encoder"]
         for is_recomputed in (False, True):
-            more = text + (", --gradient_checkpointing" if is_recomputed else "")
-            yield f"--lora {rank}{more}", (trains, is_recomputed, adapters)
-            for adam_bytes, adam in ((8, ""), (2, ", --use_8bit_adam")) if family.trains_whole else ():
-                yield f"all weights{adam}{more}", (trains, is_recomputed, ALL_WEIGHTS, adam_bytes)
+            more = text + ["--gradient_checkpointing"] * is_recomputed
+            for bits in (None, 8, 4):
+                flags = [f"--lora {rank}", *([f"--base_bits {bits}"] if bits else []), *more]
+                yield flags, trains, is_recomputed, Adapters(lora=rank, lora_alpha=float(rank), base_bits=bits), 8
+            for adam_bytes, adam in ((8, []), (2, ["--use_8bit_adam"])) if family.trains_whole else ():
+                yield adam + more, trains, is_recomputed, ALL_WEIGHTS, adam_bytes
+
+
+def largest_encoder(family, folder):
+    """Return the bytes of the largest text encoder, which reads the prompts alone before the training."""
+    return max(HALF * loading.empty_model(folder, name).num_parameters() for name in family.encoders)
 
 
 def main(args):
-    """Print the parts, their sum and the cards that it fits, a line for each method; then one JSON line."""
+    """Print a row of a Markdown table for each method, then one JSON line."""
     rows = []
+    print("| model | flags | GB | smallest GPU |\n|---|---|---|---|")
     for name in args.models:
         folder = Path(tempfile.mkdtemp())
         write_configs(folder, name)
         family, side = FAMILIES[MODELS[name][0]], MODELS[name][1]
-        for method, options in methods(family, args.rank):
+        before = largest_encoder(family, folder)
+        for flags, *options in methods(family, args.rank):
             parts = device_bytes(family, folder, 2 * args.train_batch_size, (side, side), *options)
             gigabytes = {part: round(size / 1e9, 2) for part, size in parts.items()}
-            total = sum(parts.values()) / 1e9
-            fits = [card for card in CARDS if total <= FREE * card]
-            rows.append({"model": name, "method": method, "gigabytes": gigabytes, "total": total, "fits": fits})
-            shown = "  ".join(f"{part} {size:.1f}" for part, size in gigabytes.items())
-            print(f"{name:13s} {method:75s} {total:6.1f} GB ({shown}); fits {fits}", flush=True)
+            peak = max(sum(parts.values()), before) / 1e9
+            card = next((card for card in CARDS if peak <= FREE * card), None)
+            rows.append({"model": name, "flags": flags, "gigabytes": gigabytes, "peak": round(peak, 1), "card": card})
+            shown = " ".join(f"`{flag}`" for flag in flags)
+            print(f"| {name} | {shown} | {peak:.1f} | {f'{card} GB' if card else '–'} |", flush=True)
     print(json.dumps({"train_batch_size": args.train_batch_size, "rows": rows}))
 
 

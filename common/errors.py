@@ -118,6 +118,7 @@ def _less_memory(flags: dict[str, Any]) -> str:
     ways = {
         "--use_8bit_adam": value("use_8bit_adam") is False,
         "--gradient_checkpointing": value("gradient_checkpointing", True) is not True,
+        "--base_bits 4": bool(value("lora")) and value("base_bits", 4) != 4,
         f"a smaller --train_batch_size {rest}": value("train_batch_size", 1) > 1,
         f"a smaller --batch_size_per_worker {rest}": value("batch_size_per_worker", 1) > 1,
         "--no-train_text_encoder": value("train_text_encoder", False) is not False,

@@ -74,14 +74,17 @@ def storage_dtype(save_dtype: str) -> torch.dtype:
     return getattr(torch, STORAGE_DTYPES[save_dtype])
 
 
-def empty_model(model_dir: str | Path, name: str) -> Any:
-    """Return a component of a model by its configuration, on the meta device: its weights have shapes and no memory."""
+def empty_model(model_dir: str | Path, name: str, config: dict[str, Any] | None = None) -> Any:
+    """Return a component of a model by its configuration, on the meta device: its weights have shapes and no memory.
+
+    config: in place of its own.
+    """
     import torch
 
     library, class_name = read_index(model_dir)[name]
     component = getattr(importlib.import_module(library), class_name)
     load = component.config_class.from_pretrained if library == "transformers" else component.load_config
-    config = load(os.path.join(model_dir, name), local_files_only=True)
+    config = config or load(os.path.join(model_dir, name), local_files_only=True)
     with torch.device("meta"):
         return component(config) if library == "transformers" else component.from_config(config)
 
@@ -185,13 +188,20 @@ def load_pipeline(
 
 
 def move_pipeline(pipeline: Any, device: torch.device | str) -> Any:
-    """Return a pipeline moved to a device; if it does not fit into a GPU, each component moves when it is used."""
+    """Return a pipeline moved to a device.
+
+    If it does not fit into a GPU, each component moves when it is used; if one does not fit either, each layer.
+    """
     import torch
 
     if torch.device(device).type == "cuda":
         modules = [each for each in pipeline.components.values() if isinstance(each, torch.nn.Module)]
-        size = sum(parameter.nbytes for module in modules for parameter in module.parameters())
-        if size > PART_FOR_WEIGHTS * torch.cuda.mem_get_info(device)[0]:
+        sizes = [sum(parameter.nbytes for parameter in module.parameters()) for module in modules]
+        room = PART_FOR_WEIGHTS * torch.cuda.mem_get_info(device)[0]
+        if max(sizes) > room:
+            pipeline.enable_group_offload(torch.device(device), offload_type="leaf_level")
+            return pipeline
+        if sum(sizes) > room:
             pipeline.enable_model_cpu_offload(device=device)
             return pipeline
     return pipeline.to(device)

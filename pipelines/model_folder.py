@@ -114,15 +114,6 @@ def count_weights(folder: str | Path) -> int:
     return sum(math.prod(shape) for part in parts for shape in read_shapes(part).values())
 
 
-def count_weights_of(unet_config: dict[str, Any]) -> int:
-    """Return the number of weights of a UNet with this configuration, without allocating them."""
-    import torch
-    from diffusers import UNet2DConditionModel
-
-    with torch.device("meta"):
-        return UNet2DConditionModel.from_config(unet_config).num_parameters()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Files of a component
 

@@ -170,7 +170,7 @@ class Handler(BaseHTTPRequestHandler):
     def read_file(self, files, name, commit):
         hub = self.server
         if hub.gated:
-            return self.refuse(403, hub.gated, "")
+            return self.refuse(401 if hub.gated == "GatedRepo" and not self.is_user else 403, hub.gated, "")
         if name not in files:
             return self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         if name in hub.broken and self.command == "GET":

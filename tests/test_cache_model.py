@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, run_script, tree
+from fake_hub import TOKEN
 from safetensors.numpy import save
 
 import cache_model
@@ -433,6 +434,19 @@ def test_a_fault_is_one_line_that_names_the_flag(hub, cache, fetch, name):
     assert "\n" not in message
     if code == 3:
         assert not hub.fetched() and not list(cache.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_a_gated_model_is_told_with_its_page_and_the_token_before_weights_load(hub, cache, fetch, monkeypatch, token):
+    """The Hub answers 401 without a token, and 403 to a user who has not accepted the licence."""
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    hub.gated = "GatedRepo"
+    then = f"accept its licence at {hub.url}/{NAME}, then set HF_TOKEN or run `hf auth login`"
+    assert fault(fetch) == (3, f"--model_name {NAME} is gated: {then}")
+    assert not hub.fetched() and not list(cache.rglob("*.safetensors"))
+    hub.gated = ""
+    assert snapshot_files(fetch()[0]) == WANTED
 
 
 @pytest.mark.parametrize(

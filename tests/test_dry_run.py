@@ -1,7 +1,10 @@
 """--dry_run of the scripts that draw, encode and pre-train: it says what would be done, and nothing is written."""
 
+import itertools
+
 import pytest
 from conftest import last_json, tree
+from diffusers import UNet2DConditionModel
 from tiny_models import make_tiny_clip, make_tiny_dino
 
 import evaluate
@@ -16,7 +19,7 @@ def dry(tmp_path, capsys):
 
     def run(script, **flags):
         before = tree(tmp_path)
-        flags |= {"output_dir": tmp_path / "out", "num_workers": 0}
+        flags = {"output_dir": tmp_path / "out", "num_workers": 0, **flags}
         words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
         script.main(script.parse_args([*words, "--dry_run"]))
         assert tree(tmp_path) == before and not (tmp_path / "out").exists()
@@ -57,3 +60,27 @@ def test_pre_training(dry, tiny_model, latents):
     said = dry(pretrain, model_dir=tiny_model, data=latents, max_steps=7, batch_size_per_worker=2)
     assert (said["steps"], said["rows"]) == (7, 23)
     assert said["disk_bytes"]["checkpoint"] == 4 * 4 * said["trained_weights"]  # with the average of EMA
+    count, gpu = said["trained_weights"], said["gpu_bytes_in_bf16"]
+    found = [gpu.pop(name) for name in ("weights", "gradients", "adam", "copies", "average")]
+    assert found == [4 * count, 4 * count, 8 * count, 2 * count, 4 * count]
+    assert gpu.pop("sum") == 22 * count + gpu.pop("activations") and not gpu
+
+
+@pytest.mark.parametrize(
+    ("sharding", "shards", "is_gathered"),
+    [("NO_SHARD", 1, True), ("SHARD_GRAD_OP", 4, True), ("FULL_SHARD", 4, False), ("HYBRID_SHARD", 2, False)],
+)
+def test_pre_training_on_two_nodes_of_two_gpus(sharding, shards, is_gathered, dry, tiny_model, latents, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    flags = {"strategy": "fsdp", "fsdp_sharding": sharding, "num_workers": 4, "batch_size_per_worker": 1}
+    flags |= {"model_dir": tiny_model, "data": latents, "max_steps": 7, "ema_decay": 0}
+    said = dry(pretrain, **flags)
+    gpu, count = said["gpu_bytes_in_bf16"], said["trained_weights"]
+    assert "average" not in gpu and gpu["weights"] == gpu["gradients"] == 4 * count // shards == gpu["adam"] // 2
+    unet = UNet2DConditionModel.from_pretrained(tiny_model / "unet")
+    parts = [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+    blocks = [sum(each.numel() for each in part.parameters()) for part in parts]
+    two = max(one + other for one, other in itertools.pairwise(blocks))
+    assert gpu["copies"] == 2 * (count if is_gathered else count - sum(blocks) + two)
+    accumulated = dry(pretrain, **flags, gradient_accumulation_steps=2)["gpu_bytes_in_bf16"]
+    assert accumulated["gradients"] == gpu["gradients"] + 4 * count

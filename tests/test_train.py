@@ -612,10 +612,11 @@ def test_a_name_on_the_hub_is_sent_to_cache_model(command):
     assert "download a Hub model with cache_model.py" in done.stderr
 
 
-def test_8_bit_adam_asks_for_its_package(command, no_models, monkeypatch):
+@pytest.mark.parametrize("flags", [{"use_8bit_adam": True}, {"base_bits": 8, "lora": 4}])
+def test_8_bits_ask_for_their_package(command, no_models, monkeypatch, flags):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(errors.BadInput, match=r"--use_8bit_adam .* pip install bitsandbytes"):
-        command(use_8bit_adam=True)
+    with pytest.raises(errors.BadInput, match=rf"--{next(iter(flags))} .* pip install bitsandbytes"):
+        command(**flags)
 
 
 def test_a_pipeline_of_another_kind_is_refused(command, no_models, tiny_model, tmp_path):

@@ -73,6 +73,15 @@ def test_a_lora_of_the_text_encoders_learns_too(name, learn, tune, tiny_families
     assert not any("transformer_blocks.1.attn.add_q_proj" in key for key in found)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ALL)
+def test_a_lora_learns_over_a_quantised_base(name, bits, learn, tiny_families):
+    """As on a GPU: in bf16, with gradient checkpointing."""
+    trains = bool(find_family(tiny_families[name]).trainable)
+    flags = {"train_text_encoder": trains, "gradient_checkpointing": True, "mixed_precision": "bf16"}
+    learn(name, lora=4, base_bits=bits, **flags)
+
+
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("name", WHOLE)
 def test_all_weights_learn(name, trains, learn, tune, tiny_families):

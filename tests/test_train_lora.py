@@ -15,6 +15,7 @@ from test_train import command, losses, no_card_images  # noqa: F401
 
 import run_model
 from common import errors, folders
+from pipelines import loading
 from pipelines.model_folder import LORA_FILE
 
 
@@ -87,6 +88,39 @@ def test_a_resumed_run_is_bit_equal(tune, tmp_path):
         for place in (tune.work_dir, tmp_path / "whole.work")
     )
     assert one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_over_a_quantised_base_a_resumed_run_is_bit_equal_whether_it_draws_or_not(bits, tune, tmp_path):
+    flags = {"base_bits": bits, "checkpointing_steps": 1, "save_dtype": "fp32", "max_failures": 0}
+    tune(**flags, output_dir=tmp_path / "whole")
+    for steps in (2, 4):
+        tune(**flags, max_train_steps=steps, validation_prompts="a cat", num_validation_images=1, validation_steps=1)
+    assert_equal_adapters(tune.output_dir, tmp_path / "whole")
+    tune(output_dir=tmp_path / "plain")
+    assert losses(tune.work_dir) == losses(tmp_path / "whole.work") != losses(tmp_path / "plain.work")
+    assert losses(tune.work_dir) == pytest.approx(losses(tmp_path / "plain.work"), rel=0.1)
+    of_run, of_plain = (folders.read_manifest(place)["settings"] for place in (tune.output_dir, tmp_path / "plain"))
+    assert of_run["base_bits"] == bits and "base_bits" not in of_plain
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({}, "bfloat16"), ({"merge": True}, "float32"), ({"lora": None}, "float32")]
+)
+def test_samples_of_a_lora_alone_are_drawn_in_the_compute_type(flags, dtype, tune, monkeypatch):
+    """A pipeline that is published is in float32, and draws so."""
+    found, real = [], loading.load_pipeline
+    monkeypatch.setattr(
+        loading, "load_pipeline", lambda model_dir, dtype, *rest: found.append(dtype) or real(model_dir, dtype, *rest)
+    )
+    tune(mixed_precision="bf16", max_train_steps=1, **flags)
+    assert [str(each) for each in found] == [f"torch.{dtype}"]
+
+
+def test_what_is_merged_is_the_base_as_it_was(tune, draw):
+    tune(merge=True, base_bits=4)
+    one, other = draw("merged", model_dir=tune.output_dir)[0], draw("lora", "--lora", tune.output_dir)[0]
+    assert np.abs(one - other).max() <= 1
 
 
 @pytest.mark.faults  # half a minute; SDXL's two workers are in every run
@@ -175,6 +209,8 @@ def test_rates_of_both_parts(tune, tmp_path):
     [
         ({"lora_alpha": "8"}, "--lora_alpha has no effect without --lora"),
         ({"merge": True}, "--merge has no effect without --lora"),
+        ({"base_bits": "8"}, "--base_bits has no effect without --lora"),
+        ({"base_bits": "8", "lora": "4", "compile": True}, "--base_bits and --compile do not work together"),
         ({"lora": "0"}, "--lora"),
         ({"lora": "4", "train_text_encoder": False, "text_encoder_lr": "1e-3"}, "--text_encoder_lr has no effect"),
     ],

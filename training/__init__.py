@@ -11,6 +11,7 @@ modules      the modules to train, loaded             inputs       checks of fla
 dreambooth_flags  command-line flags of train.py alone
 subjects     photos and class images of train.py, and the text of each
 adapters     the adapters of a LoRA: added, saved, published
+quantization the frozen weights under a LoRA in 8 or 4 bits
 estimate     memory that a training takes, calculated
 work_folder  log and images of a run, on a disk or copied to a store
 """

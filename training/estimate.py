@@ -7,16 +7,19 @@ libraries, CUDA itself, fragmentation.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from common.images import Size
 from pipelines import loading
+from pipelines.families import find_family
 from pipelines.family import Family
-from training import adapters
-from training.modules import recompute
+from training import adapters, parallel, quantization
+from training.modules import recompute, recomputes
 from training.task import ALL_WEIGHTS, Adapters
 
 HALF, SINGLE = 2, 4  # bytes
@@ -83,17 +86,16 @@ def device_bytes(
     is_recomputed: bool,
     settings: Adapters = ALL_WEIGHTS,
     adam_bytes: int = 2 * SINGLE,
+    config: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     """Return {"weights", "gradients", "adam", "copies", "activations"}: bytes on a GPU that computes in bf16.
 
     rows, size: of the largest forward pass, in images and pixels. is_recomputed: gradient checkpointing. adam_bytes:
-    for each trained weight.
+    for each trained weight. config: of the denoiser, in place of its own.
     """
-    import torch
-
     loading.set_up_torch("cpu")
     modules = {
-        name: loading.empty_model(model_dir, name).to(torch.bfloat16).train()
+        name: loading.empty_model(model_dir, name, config if name == family.denoiser else None).bfloat16().train()
         for name in (family.denoiser, *family.encoders)
     }
     trained = family.trained(trains_text_encoders)
@@ -101,15 +103,56 @@ def device_bytes(
         module.requires_grad_(name in trained and not settings.lora)
         if is_recomputed and name in trained:
             recompute(module)
-    base = sum(parameter.numel() for name in trained for parameter in modules[name].parameters())
+    base = HALF * sum(parameter.numel() for name in trained for parameter in modules[name].parameters())
+    if settings.base_bits:
+        base -= sum(quantization.saved_bytes(modules[name], settings.base_bits) for name in trained)
     if settings.lora:
         adapters.add_adapters(family, {name: modules[name] for name in trained}, settings, 0, None)
     learned = sum(each.numel() for name in trained for each in modules[name].parameters() if each.requires_grad)
     activations = saved_bytes(family, model_dir, modules, rows, size)
     return {
-        "weights": HALF * base + SINGLE * learned if settings.lora else SINGLE * base,
+        "weights": (base if settings.lora else 0) + SINGLE * learned,
         "gradients": SINGLE * learned,
         "adam": adam_bytes * learned,
         "copies": HALF * learned,  # by autocast, in bf16
         "activations": activations,
     }
+
+
+def share_of_worker(
+    parts: dict[str, int], unet: Any, sharding: str, shards: int, is_accumulated: bool
+) -> dict[str, int]:
+    """Return the bytes on the GPU of one worker under FSDP (arXiv 2304.11277, section 3.2), by parallel.shard.
+
+    parts: bytes of all weights, by device_bytes. shards: workers that share each weight. is_accumulated: whether a step
+    has several batches, of which each worker keeps the gradients of all weights. The copies are the weights as they are
+    gathered to compute: two blocks at a time, or all if they are kept for the backward pass.
+    """
+    total = sum(parameter.numel() for parameter in unet.parameters())
+    blocks = [sum(each.numel() for each in block.parameters()) for block in parallel.unet_blocks(unet)]
+    two = max(one + other for one, other in itertools.pairwise(blocks))
+    gathered = total - sum(blocks) + two if sharding in parallel.RESHARDED else total
+    own = {name: -(-size // shards) for name, size in parts.items()}
+    own["gradients"] += SINGLE * total if is_accumulated else 0
+    return own | {"copies": HALF * gathered, "activations": parts["activations"]}
+
+
+def pretraining_bytes(args: argparse.Namespace, config: dict[str, Any], workers: int) -> dict[str, int]:
+    """Return the parts of what pretrain.py takes on the GPU of each worker, by its flags; config: of the UNet.
+
+    Workers are taken to be on nodes with as many GPUs as this machine, or on one node if it has none.
+    """
+    import torch
+
+    family, model_dir, rows = find_family(args.model_dir), args.model_dir, args.batch_size_per_worker
+    is_recomputed = recomputes(family, args.gradient_checkpointing, "cuda")
+    parts = device_bytes(
+        family, model_dir, rows, (args.resolution, args.resolution), False, is_recomputed, config=config
+    )
+    if args.ema_decay:
+        parts["average"] = parts["weights"]
+    if args.strategy == "ddp" or workers == 1:
+        return parts
+    shards = parallel.count_shards(args.fsdp_sharding, workers, min(workers, torch.cuda.device_count() or workers))
+    unet = loading.empty_model(model_dir, family.denoiser, config)
+    return share_of_worker(parts, unet, args.fsdp_sharding, shards, args.gradient_accumulation_steps > 1)

@@ -49,13 +49,18 @@ def add_lora_flags(group: argparse._ArgumentGroup) -> None:
     layers = "layers of the denoiser that get a LoRA: those of attention, or the feed-forward layers too"
     group.add_argument("--lora_layers", choices=("attention", "all"), default="attention", help=layers)
     group.add_argument("--rslora", action="store_true", help="scale by alpha / sqrt(RANK): arXiv 2312.03732")
+    bits = "bits of the weights of the base model in training: 8 (LLM.int8) or 4 (NF4); less memory, slower steps; "
+    bits += "requires bitsandbytes; default: those of --mixed_precision"
+    group.add_argument("--base_bits", type=int, choices=(8, 4), help=bits)
     kind = "data type of the weights in the files"
     group.add_argument("--save_dtype", choices=tuple(STORAGE_DTYPES), default="fp16", help=kind)
     group.add_argument("--merge", action="store_true", help="write the whole pipeline to --output_dir too")
 
 
 def check_lora(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """End with a usage error if a flag of a LoRA is given without --lora; set --lora_alpha to the rank if needed."""
+    """End with a usage error if a flag of a LoRA cannot be used; set --lora_alpha to the rank if needed."""
+    if args.base_bits and args.compile:
+        parser.error("--base_bits and --compile do not work together: use only one of them")
     if args.lora:
         args.lora_alpha = args.lora_alpha or float(args.lora)
         return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines import loading
 from pipelines.conditions import read_condition
 from pipelines.family import Family
+from training import quantization
 from training.workers import Place
 
 if TYPE_CHECKING:
@@ -24,22 +25,27 @@ def load_modules(
     gradient_checkpointing: bool | None,
     channels_last: bool,
     dtype: torch.dtype | None = None,
+    base_bits: int | None = None,
 ) -> dict[str, Any]:
     """Return {name: module to train}, from checkpoint `folder` if there is one.
 
-    gradient_checkpointing: None for the family's default. dtype: of the weights, float32 by default.
+    gradient_checkpointing: None for the family's default. dtype: of the weights, float32 by default. base_bits: of the
+    weights of linear layers, if they are to be quantised, and all others frozen.
     """
     import torch
 
     trained = family.trained(train_text_encoder)
     names = [name for name in (*family.encoders, family.denoiser) if name in trained]
     modules = loading.load_models(model_dir, names, dtype or torch.float32, folder)
+    if base_bits:
+        for module in modules.values():
+            quantization.quantize(module, base_bits, dtype or torch.float32, device)
     modules = {name: module.to(device).train() for name, module in modules.items()}
     if channels_last:
         modules[family.denoiser].to(memory_format=torch.channels_last)
     is_recomputed = recomputes(family, gradient_checkpointing, device.type)
     for name, module in modules.items():
-        module.requires_grad_(True)
+        module.requires_grad_(not base_bits)
         for each in family.unused(name, module):
             module.get_parameter(each).requires_grad_(False)
         if is_recomputed:

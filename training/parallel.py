@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+RESHARDED = ("FULL_SHARD", "HYBRID_SHARD")  # gathered weights are freed after each use
 
 
 def wrap(
@@ -60,10 +61,10 @@ def shard(module: Any, place: Place, sharding: str, dtype: torch.dtype | None) -
 
     options = {
         "mesh": make_mesh(place, sharding),
-        "reshard_after_forward": sharding in ("FULL_SHARD", "HYBRID_SHARD"),
+        "reshard_after_forward": sharding in RESHARDED,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
     }
-    blocks = [*module.down_blocks, module.mid_block, *module.up_blocks]
+    blocks = unet_blocks(module)
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(module, **options)
@@ -79,13 +80,23 @@ def reduce_in_bf16(group, bucket):  # without annotations: DDP would compare the
     return bf16_compress_hook(group, bucket)
 
 
+def unet_blocks(unet: Any) -> list[Any]:
+    """Return the parts of a UNet that FSDP gathers one after another, in the order of the forward pass."""
+    return [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+
+
+def count_shards(sharding: str, world_size: int, local_world_size: int) -> int:
+    """Return over how many workers a sharding spreads each weight."""
+    return {"NO_SHARD": 1, "HYBRID_SHARD": local_world_size}.get(sharding, world_size)
+
+
 def make_mesh(place: Place, sharding: str) -> Any:
     """Return the device mesh of a sharding: weights are split along its last dimension, replicated along its first."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shards = {"NO_SHARD": 1, "HYBRID_SHARD": place.local_world_size}.get(sharding)
-    if shards is None:
+    if sharding in ("FULL_SHARD", "SHARD_GRAD_OP"):
         return init_device_mesh(place.device.type, (place.world_size,))
+    shards = count_shards(sharding, place.world_size, place.local_world_size)
     shape = (place.world_size // shards, shards)
     return init_device_mesh(place.device.type, shape, mesh_dim_names=("replicate", "shard"))
 

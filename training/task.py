@@ -60,7 +60,8 @@ class Adapters:
     """The low-rank adapters that are trained in place of all weights (arXiv 2106.09685), by the flags of train.py.
 
     lora: their rank, None to train all weights. rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732). save_dtype: of
-    the published file. merge: whether the whole pipeline is published too.
+    the published file. merge: whether the whole pipeline is published too. base_bits: of the linear layers of the base
+    model in training, None to leave them as they are.
     """
 
     lora: int | None = None
@@ -70,6 +71,7 @@ class Adapters:
     rslora: bool = False
     save_dtype: str = "fp16"
     merge: bool = False
+    base_bits: int | None = None
 
 
 ALL_WEIGHTS = Adapters()  # no LoRA

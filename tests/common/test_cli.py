@@ -278,7 +278,7 @@ TRAIN_FLAGS = """
     use_8bit_adam reduce_dtype train_text_encoder gradient_checkpointing compile seed validation_prompts
     validation_steps num_validation_images guidance_scale checkpointing_steps checkpoints_total_limit
     keep_checkpoints log_every push_to_hub hub_public text_encoder_lr lora lora_alpha lora_dropout lora_layers rslora
-    save_dtype merge buckets captions concepts
+    save_dtype merge buckets captions concepts base_bits
 """
 
 

@@ -154,6 +154,8 @@ REMEDIES = [
      f"--train_batch_size {REST}, then --no-train_text_encoder, then a smaller --resolution"),
     ("train", f"{TRAIN} --use_8bit_adam --gradient_checkpointing --no-train_text_encoder",
      "try a smaller --resolution"),
+    ("train", f"{TRAIN} --lora 4 --use_8bit_adam --gradient_checkpointing --no-train_text_encoder",
+     "try --base_bits 4, then a smaller --resolution"),
     ("pretrain", PRETRAIN, f"try --gradient_checkpointing, then a smaller --batch_size_per_worker {REST}, then "
      "--strategy fsdp, then a smaller --resolution"),
     ("pretrain", f"{PRETRAIN} --online --gradient_checkpointing --batch_size_per_worker 1 --num_workers 1",

@@ -269,13 +269,14 @@ def test_without_a_safety_checker_nothing_is_flagged(output):
     assert draw_images(lambda *args, **options: output, ["a"] * 2, [1, 2]) == ([1, 2], [False, False])
 
 
-@pytest.mark.parametrize(("free", "moved"), [(2000, "cuda"), (1000, "offload cuda")])
+@pytest.mark.parametrize(("free", "moved"), [(3000, "cuda"), (2000, "components cuda"), (1000, "leaf_level cuda")])
 def test_a_pipeline_that_does_not_fit_into_a_gpu_is_moved_in_parts(free, moved, monkeypatch):
-    """1,000 bytes of weights, in a stub, as there is no GPU."""
-    weights = torch.nn.Linear(250, 1, bias=False)
-    pipeline = SimpleNamespace(components={"unet": weights, "scheduler": None}, said=[])
+    """Two components of 1,000 bytes, in a stub, as there is no GPU."""
+    unet, vae = (torch.nn.Linear(250, 1, bias=False) for _ in range(2))
+    pipeline = SimpleNamespace(components={"unet": unet, "vae": vae, "scheduler": None}, said=[])
     pipeline.to = lambda device: pipeline.said.append(device) or pipeline
-    pipeline.enable_model_cpu_offload = lambda device: pipeline.said.append(f"offload {device}")
+    pipeline.enable_model_cpu_offload = lambda device: pipeline.said.append(f"components {device}")
+    pipeline.enable_group_offload = lambda device, offload_type: pipeline.said.append(f"{offload_type} {device}")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 4000))
     assert loading.move_pipeline(pipeline, "cuda") is pipeline and pipeline.said == [moved]
     assert loading.move_pipeline(pipeline, "cpu").said[1:] == ["cpu"]

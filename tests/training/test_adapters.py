@@ -18,6 +18,7 @@ def load(model_dir, trains=True, folder=None, dtype=None, checkpointing=False, *
     """Return the modules of a model with adapters."""
     family = find_family(model_dir)
     options = {"gradient_checkpointing": checkpointing, "channels_last": True, "dtype": dtype}
+    options["base_bits"] = flags.get("base_bits")
     found = modules.load_modules(family, str(model_dir), None, CPU, trains, **options)
     settings = Adapters(**{"lora": 4, "lora_alpha": 4.0, **flags})
     adapters.add_adapters(family, found, settings, 0, folder)

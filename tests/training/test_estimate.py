@@ -1,6 +1,10 @@
 """The memory that a training is estimated to take, against numbers worked by hand."""
 
+from dataclasses import replace
+
 import pytest
+import torch
+from test_adapters import load
 
 from pipelines import loading, lora
 from pipelines.families import find_family
@@ -35,6 +39,17 @@ def test_the_weights_are_those_of_the_files(name, tiny_families):
     learned = sum(4 * (shapes[each][0] + shapes[each][1]) for each in names)
     found = estimate(folder, settings=Adapters(lora=4, lora_alpha=4.0))
     assert (found["weights"], found["gradients"], found["adam"]) == (2 * count + 4 * learned, 4 * learned, 8 * learned)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_in_8_bits_are_those_of_the_modules(name, tiny_families):
+    found, settings = load(tiny_families[name], trains=False, dtype=torch.bfloat16, base_bits=8)
+    (module,) = found.values()
+    parameters = list(module.parameters())
+    scales = sum(each.SCB.nbytes for each in parameters if hasattr(each, "SCB"))
+    expected = sum(each.nbytes for each in parameters) + scales
+    weights = estimate(tiny_families[name], settings=settings)["weights"]
+    assert weights == expected < estimate(tiny_families[name], settings=replace(settings, base_bits=None))["weights"]
 
 
 @pytest.mark.parametrize("name", NAMES)
