@@ -54,6 +54,11 @@ def assert_equal_adapters(one, other):
     assert one.keys() == other.keys() and one and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def assert_equal_optimizers(*work_dirs):
+    one, other = (load_file(each / "checkpoint-000004" / "optimizer.safetensors") for each in work_dirs)
+    assert one.keys() == other.keys() and one and all((one[key] == other[key]).all() for key in one)
+
+
 def test_files_card_and_names(tune, capsys):
     tune(checkpointing_steps=2)
     assert last_json(capsys.readouterr().out)["trained"] == 4
@@ -76,20 +81,16 @@ def test_the_text_encoder_can_stay_as_it_is(tune):
 
 
 def test_a_resumed_run_is_bit_equal(tune, tmp_path):
-    """With dropout; without it, tests/test_train_families.py."""
+    """After each step, with dropout; the others without it, tests/test_train_families.py."""
     flags = {"lora_dropout": 0.1, "checkpointing_steps": 1, "save_dtype": "fp32", "max_failures": 0}
     tune(**flags, output_dir=tmp_path / "whole")
-    for steps in (1, 2, 4):
+    for steps in (1, 2, 3, 4):
         tune(**flags, max_train_steps=steps)
     assert_equal_adapters(tune.output_dir, tmp_path / "whole")
-    one, other = (
-        load_file(place / "checkpoint-000004" / "optimizer.safetensors")
-        for place in (tune.work_dir, tmp_path / "whole.work")
-    )
-    assert one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)
+    assert_equal_optimizers(tune.work_dir, tmp_path / "whole.work")
 
 
-@pytest.mark.faults  # half a minute; SDXL's two workers are in every run
+@pytest.mark.faults  # half a minute; two workers that train all weights are in every run (tests/test_train.py)
 @pytest.mark.ray
 def test_two_workers_train_what_one_does(tune, tmp_path, ray_session):
     flags = {"save_dtype": "fp32", "mixed_precision": "no"}
