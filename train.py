@@ -200,7 +200,8 @@ def publish(task, step, device):
     )
     weights = checkpoints.local_checkpoint(output.work_dir, step)
     prompts = [config.instance_prompt] * CARD_IMAGES
-    publish_pipeline(output, task.images, step, device, weights, prompts, card, task.adapters)
+    precision = task.compute.mixed_precision
+    publish_pipeline(output, task.images, step, device, weights, prompts, card, task.adapters, precision)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from test_train import command, losses, no_card_images  # noqa: F401
 
 import run_model
 from common import errors, folders
+from pipelines import loading
 from pipelines.model_folder import LORA_FILE
 
 
@@ -141,6 +142,16 @@ def test_merged_drawn_and_in_a_checkpoint_it_is_the_same(tune, draw, tiny_model)
     assert record["model"].endswith(f"+1*{digest}")
 
 
+@pytest.mark.parametrize(("merge", "kinds"), [(None, ["bfloat16"]), (True, ["float32", "bfloat16"])])
+def test_samples_are_drawn_in_the_type_of_the_training(merge, kinds, tune, monkeypatch):
+    """A GPU that trains a LoRA of FLUX in bf16 cannot hold the model in float32."""
+    real, loaded = loading.load_pipeline, []
+    monkeypatch.setattr(loading, "load_pipeline", lambda *args: loaded.append(str(args[1])) or real(*args))
+    tune(merge=merge, max_train_steps=1, mixed_precision="bf16")
+    assert loaded == [f"torch.{kind}" for kind in kinds]
+    assert len(list((tune.output_dir / "samples").iterdir())) == 1
+
+
 def test_an_image_folder_is_not_continued_with_another_lora(tune, draw):
     tune()
     draw("images", "--lora", tune.output_dir)
@@ -177,6 +188,7 @@ def test_rates_of_both_parts(tune, tmp_path):
         ({"lora_alpha": "8"}, "--lora_alpha has no effect without --lora"),
         ({"merge": True}, "--merge has no effect without --lora"),
         ({"lora": "0"}, "--lora"),
+        ({"lora": "4", "lora_dropout": "1"}, "--lora_dropout 1 drops all inputs"),
         ({"lora": "4", "train_text_encoder": False, "text_encoder_lr": "1e-3"}, "--text_encoder_lr has no effect"),
     ],
 )

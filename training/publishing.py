@@ -33,21 +33,27 @@ def publish_pipeline(
     prompts: list[str],
     card: Callable[[list[Path]], str],
     settings: Adapters = ALL_WEIGHTS,
+    mixed_precision: str = "no",
 ) -> None:
     """Publish what was trained as --output_dir, with a model card and sample images: a pipeline, or a LoRA.
 
     weights: the folder of a checkpoint. prompts: one for each sample. card(samples): returns the model card.
-    settings: of a LoRA, if that was trained.
+    settings: of a LoRA, if that was trained. mixed_precision: what a LoRA draws its samples in, as a GPU that trains
+    one may not hold its base in float32.
     """
     import torch
 
-    pipeline = loading.load_pipeline(output.model_dir, torch.float32, weights)
+    is_whole = settings.merge or not settings.lora
+    dtype = loading.compute_dtype(mixed_precision if settings.lora else "no", device.type)
+    pipeline = loading.load_pipeline(output.model_dir, torch.float32 if is_whole else dtype, weights)
     with targets.staging(output.output_dir) as beside:
         if settings.lora:
             base = output.settings["model"]
             adapters.write_result(weights, beside, base_name(output.output_dir), settings, output.model_dir, base)
-        if settings.merge or not settings.lora:
+        if is_whole:
             write_pipeline(pipeline, output.model_dir, beside, trained_parts(weights, output.model_dir))
+        if is_whole and dtype != torch.float32:
+            pipeline = loading.load_pipeline(output.model_dir, dtype, weights)
         pipeline = loading.move_pipeline(pipeline, device)
         draw_samples(pipeline, beside / "samples", prompts, images)
         shutil.copy(scratch(output.work_dir) / LOG, beside / TRAINING_LOG)
