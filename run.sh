@@ -144,8 +144,7 @@ step_3() { # draw class images with the base model
         "${DRAW_WORDS[@]}"
 }
 
-step_4() { # fine-tune the text encoder and the UNet
-    step_2
+train() { # run train.py on the class images; more flags may follow
     local length=(--max_train_pairs "$NUM_TRAIN_PAIRS")
     if [[ $MAX_TRAIN_STEPS ]]; then
         length=(--max_train_steps "$MAX_TRAIN_STEPS")
@@ -170,7 +169,20 @@ step_4() { # fine-tune the text encoder and the UNet
         --validation_prompts "$CLASS_PROMPT" \
         ${GUIDANCE_SCALE:+--guidance_scale "$GUIDANCE_SCALE"} \
         "${WORKERS[@]}" \
-        "${TRAIN_WORDS[@]}"
+        "${TRAIN_WORDS[@]}" \
+        "$@"
+}
+
+check_training() { # end before hours of step 3 if step 4 would refuse its flags; the photos stand for the class images
+    if [[ ! -e $TUNED_MODEL_DIR ]]; then
+        train --dry_run --overwrite --class_images_dir "$IMAGES_OWN_DIR" --num_workers 0 \
+            --train_batch_size 1 --gradient_accumulation_steps 1 >/dev/null
+    fi
+}
+
+step_4() { # fine-tune the text encoder and the UNet
+    step_2
+    train
     echo "The validation images are in $(shown "$(inside "$TUNED_MODEL_DIR" validation/strip.png)")" >&2
 }
 
@@ -230,7 +242,11 @@ run_step() {
 }
 
 case ${1:-all} in
-    all) for step in 0 1 2 3 4 5 6; do run_step "$step"; done ;;
+    all)
+        for step in 0 1 2; do run_step "$step"; done
+        check_training
+        for step in 3 4 5 6; do run_step "$step"; done
+        ;;
     [0-6]) run_step "$1" ;;
     settings) settings ;;
     test)

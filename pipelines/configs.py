@@ -111,9 +111,24 @@ def side_multiple(model_dir: str | Path) -> int:
     return math.lcm(pixel_factor(model_dir), 8)  # Diffusers' pipelines require multiples of 8 for every VAE
 
 
+def largest_side(model_dir: str | Path) -> int | None:
+    """Return the largest side of an image in pixels, of a transformer with a table of positions; None: no limit."""
+    if "transformer" not in components(read_index(model_dir)):
+        return None
+    config = dict(read_config(model_dir, "transformer"))
+    patches = config.get("pos_embed_max_size")
+    return patches and patches * config["patch_size"] * pixel_factor(model_dir)
+
+
 def check_resolution(model_dir: str | Path, flag: str, value: int, multiple: int | None = None) -> None:
-    """Raise BadInput unless `value` pixels are a multiple of `multiple`; default: side_multiple."""
+    """Raise BadInput unless `value` pixels are a side that a model can draw, and a multiple of `multiple`.
+
+    Default: side_multiple.
+    """
     multiple = multiple or side_multiple(model_dir)
+    largest = largest_side(model_dir)
+    if largest and value > largest:
+        raise BadInput(f"{flag} {value} is larger than {largest}, the largest side of the model: use {largest} or less")
     if value % multiple:
         near = max(multiple, round(value / multiple) * multiple)
         raise BadInput(f"{flag} {value} is not a multiple of {multiple}, which the model requires: use {near}")

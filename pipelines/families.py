@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from common.errors import BadInput
 from pipelines import tokens
-from pipelines.configs import model_resolution, pixel_factor, read_config, read_index, side_multiple
+from pipelines.configs import components, model_resolution, pixel_factor, read_config, read_index, side_multiple
 from pipelines.family import Family
 from pipelines.objectives import Flow
 
@@ -263,8 +263,9 @@ def family_of(model_dir: str | Path) -> Family | None:
 
 def say_what_is_cut(model_dir: str | Path, prompts: Iterable[str]) -> None:
     """Print a warning for each prompt that the text encoder of the longest prompts cannot read to its end."""
-    family = family_of(model_dir)
-    encoder, length = next(iter(family.tokens.items())) if family and family.tokens else ("text_encoder", None)
+    family, parts = family_of(model_dir), components(read_index(model_dir))
+    limits = [(name, length) for name, length in (family.tokens if family else {}).items() if name in parts]
+    encoder, length = limits[0] if limits else ("text_encoder", None)
     tokens.say_what_is_cut(model_dir, prompts, encoder, length)
 
 

@@ -169,7 +169,8 @@ def load_pipeline(
         for name, (library, _) in components(index).items()
         if library in ("diffusers", "transformers") and any(Path(model_dir, name).glob("*.safetensors"))
     ]
-    own = dict(modules or {})
+    own: dict[str, Any] = dict.fromkeys(name for name, pair in index.items() if pair == [None, None])
+    own |= modules or {}
     replaced = own | load_models(model_dir, [name for name in names if name not in own], dtype, checkpoint)
     if not safety_checker and "safety_checker" in index:
         replaced |= {"safety_checker": None, "requires_safety_checker": False}

@@ -167,8 +167,7 @@ def read(path: Path, model_dir: str | Path) -> Lora:
         first = f", starting with {min(unknown)}" if unknown else ""
         lacks = f"{len(unknown)} of its {len(tensors)} weights have no place there{first}"
         raise BadInput(f"{path} is a LoRA of another kind of model than {model_dir}: {lacks}")
-    facts = json.loads(_read_metadata(path).get(FACTS, "{}"))
-    lora: Lora = {}
+    facts, lora = _read_facts(path), {}
     for (component, module), parts in sorted(found.items()):
         where = f"{path}: the LoRA of {component}.{module}"
         _check_pair(where, parts, shapes[component][module])
@@ -194,16 +193,35 @@ def _read_metadata(path: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
+def _read_facts(path: Path) -> dict[str, Any]:
+    """Return rank and alpha of each component, {"unet.lora_alpha": 4}; raise CheckFailed if they are no numbers."""
+    try:
+        facts = json.loads(_read_metadata(path).get(FACTS, "{}"))
+        patterns = [value or {} for name, value in facts.items() if name.endswith(".alpha_pattern")]
+        alphas = [value for name, value in facts.items() if name.endswith(".lora_alpha")]
+        alphas += [alpha for each in patterns for alpha in each.values()]
+        if all(math.isfinite(alpha) for alpha in alphas):
+            return facts
+    except (ValueError, TypeError, AttributeError):
+        pass
+    raise CheckFailed(f"{path} has damaged metadata ({FACTS}): fetch or create the file again")
+
+
 def _check_pair(where: str, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> None:
     missing = [name for name in ("down", "up") if name not in parts]
     if missing:
         raise BadInput(f"{where} lacks its {missing[0]} weight: fetch or create the file again")
     down, up = parts["down"], parts["up"]
-    rank, fits = len(down), (up.shape[:1], down[:1].numel()) == ((shape[0],), math.prod(shape[1:]))
-    if not fits or up.numel() != shape[0] * rank:
-        sizes = " and ".join("x".join(map(str, each.shape)) for each in (down, up))
-        raise BadInput(f"{where} has the sizes {sizes}, which do not fit a weight of {'x'.join(map(str, shape))}")
-    if not all(bool(part.isfinite().all()) for part in parts.values()):
+    rank = len(down) if down.ndim > 1 else 0
+    sizes = rank * math.prod(shape[1:]), shape[0] * rank
+    if not rank or (down.numel(), up.numel()) != sizes or up.shape[:1] != shape[:1]:
+        found = " and ".join("x".join(map(str, each.shape)) for each in (down, up))
+        raise BadInput(f"{where} has the sizes {found}, which do not fit a weight of {'x'.join(map(str, shape))}")
+    if not (down.is_floating_point() and up.is_floating_point()):
+        raise BadInput(f"{where} is of type {down.dtype}: use a file of float16, bfloat16 or float32")
+    if "alpha" in parts and parts["alpha"].numel() != 1:
+        raise BadInput(f"{where} has an alpha of {parts['alpha'].numel()} numbers: fetch or create the file again")
+    if not all(bool(part.float().isfinite().all()) for part in parts.values()):
         raise CheckFailed(f"{where} is not finite: fetch or create the file again")
 
 

@@ -28,7 +28,7 @@ from tiny_models import (
     make_whole_vae,
 )
 
-from common import cache, cli, messages, objects
+from common import cache, cli, errors, folders, messages, objects
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # start_ray sets it too, but tests import ray before
@@ -222,6 +222,29 @@ def pretrain_command(tiny_model, latents, tmp_path):
     run.arguments = arguments
     run.output_dir, run.work_dir = tmp_path / "out", tmp_path / "out.work"
     return run
+
+
+@pytest.fixture
+def refused(command, monkeypatch):
+    """Return a function that runs the `command` of a module, and returns the line of its error.
+
+    It fails unless the command does, before a model is loaded and without a result.
+    """
+
+    def loaded(*arguments, **options):
+        raise AssertionError("a model was loaded")
+
+    def refuse(**flags):
+        with monkeypatch.context() as patch, pytest.raises(errors.ToolError) as caught:
+            patch.setattr("pipelines.loading.load_models", loaded)
+            patch.setattr("pretrain.load_unet", loaded)
+            command(**flags)
+        code, line = errors.describe_error(caught.value)
+        assert code == 3 and "\n" not in line
+        assert not command.output_dir.exists() or folders.read_manifest(command.output_dir)
+        return line
+
+    return refuse
 
 
 @pytest.fixture

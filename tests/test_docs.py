@@ -15,6 +15,9 @@ from unittest import mock
 import pytest
 from conftest import ROOT
 
+from pipelines.families import FAMILIES
+from pretraining.latents import SUPPORTED
+
 SCRIPTS = ("copy_photos", "cache_model", "run_model", "train", "preprocess", "pretrain", "evaluate", "push_model")
 SCRIPTS += ("export", "import_model")
 PACKAGES = ("common", "pipelines", "training", "pretraining", "evaluation")
@@ -328,6 +331,27 @@ def test_the_commands_of_a_docstring_are_true(script):
     assert find_faults(text) == []
     commands = [command for line in split_code(text)[1] for command in split_commands(line)]
     assert len(commands) >= 2 and all(command[:2] == ["python", f"{script}.py"] for command in commands)
+
+
+def test_the_table_of_families_is_what_the_code_says():
+    section = (ROOT / "docs/training.md").read_text().split("\n## Model families\n")[1].split("\n## ")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    table = {re.sub(r"[\[(:].*", "", line[0].lstrip("[")).strip().rstrip("]"): line[1:] for line in lines}
+    assert len(table) == len(lines)  # no row twice
+
+    def numbers(row):
+        return [[float(each) for each in cell.split(",")] for cell in table[row]]
+
+    families, said = list(FAMILIES.values()), {True: "yes", False: "no"}
+    assert table["all weights"] == [said[each.trains_whole] for each in families]
+    assert table["pre-train"] == [said[each.pipeline in SUPPORTED] for each in families]
+    assert table["as one file"] == ["yes" if each.webui else "the LoRA alone" for each in families]
+    defaults = [said[each.trains_text_encoders] if each.trainable else "–" for each in families]
+    assert table["text encoders trained by default"] == defaults
+    assert numbers("learning rate") == [[each.lora_lr, each.lr][: 1 + each.trains_whole] for each in families]
+    assert numbers("steps, guidance scale of images") == [
+        [each.num_inference_steps, each.guidance_scale] for each in families
+    ]
 
 
 def test_commands_are_found():

@@ -121,10 +121,10 @@ def test_convolutions_written_as_matrices_are_read(changed, single_file_families
 # LoRAs
 
 
-@pytest.mark.parametrize("name", ["sd", "sdxl", "flux"])
+@pytest.mark.parametrize("name", ["sd", "sdxl", "sd3", "flux"])
 def test_the_lora_of_a_file(name, tiny_families, bring, tmp_path):
     folder = tiny_families[name]
-    spelling, alpha = ("webui", 2.0) if name != "flux" else ("peft", None)
+    spelling, alpha = ("webui", 2.0) if name in ("sd", "sdxl") else ("peft", None)
     path = write_lora(random_lora(folder), tmp_path / "style.safetensors", spelling, folder, alpha=alpha)
     out = bring(path, folder)
     assert {each.name for each in out.iterdir()} == {LORA_FILE, "README.md", "manifest.json"}
@@ -194,7 +194,8 @@ def test_a_file_that_does_not_fit_leaves_nothing(change, kind, said, changed, si
 def test_other_kinds_of_models_are_refused(files, single_file_families, tiny_families, bring, tmp_path):
     for name, base in (("sd", "sdxl"), ("sdxl", "sd"), ("sd2", "sd")):
         refuse(bring, files[name], single_file_families[base], errors.BadInput, "is another kind of model than")
-    refuse(bring, files["sd"], tiny_families["sd3"], errors.BadInput, "supported: StableDiffusionPipeline")
+    for base in ("sd3", "flux"):
+        refuse(bring, files["sd"], tiny_families[base], errors.BadInput, "supported: StableDiffusionPipeline")
     path = write_lora(random_lora(tiny_families["flux"]), tmp_path / "flux.safetensors")
     refuse(bring, path, tiny_families["sdxl"], errors.BadInput, "is a LoRA of another kind of model")
     assert not (tmp_path / "out").exists()

@@ -130,25 +130,6 @@ def test_two_workers_with_fsdp_online(command, raw_data, tmp_path, ray_session, 
 # What is refused
 
 
-@pytest.fixture
-def refused(command, monkeypatch):
-    """Return a function that runs the command, which must fail before a model is loaded, and returns its line."""
-
-    def loaded(*arguments, **options):
-        raise AssertionError("a model was loaded")
-
-    def refuse(**flags):
-        with monkeypatch.context() as patch, pytest.raises(errors.BadInput) as caught:
-            patch.setattr("pipelines.loading.load_models", loaded)
-            patch.setattr("pretrain.load_unet", loaded)
-            command(**flags)
-        code, line = errors.describe_error(caught.value)
-        assert code == 3 and "\n" not in line and not command.output_dir.exists()
-        return line
-
-    return refuse
-
-
 def test_latents_of_another_family_are_refused(refused, latents, tiny_families):
     line = refused(data=latents)
     assert "holds latents for stable-diffusion, but --model_dir" in line and "is a stable-diffusion-xl model" in line

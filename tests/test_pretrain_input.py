@@ -14,26 +14,6 @@ def command(pretrain_command):
     return pretrain_command
 
 
-@pytest.fixture
-def refused(command, monkeypatch):
-    """Return a function that runs the command, which must fail before a model is loaded, and returns its line."""
-
-    def loaded(*arguments, **options):
-        raise AssertionError("a model was loaded")
-
-    def refuse(**flags):
-        with monkeypatch.context() as patch, pytest.raises(errors.ToolError) as caught:
-            patch.setattr("pipelines.loading.load_models", loaded)
-            patch.setattr("pretrain.load_unet", loaded)
-            command(**flags)
-        code, line = errors.describe_error(caught.value)
-        assert code == 3 and "\n" not in line
-        assert not command.output_dir.exists() or folders.read_manifest(command.output_dir)
-        return line
-
-    return refuse
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -19,6 +19,7 @@ from common import cli, cluster, errors
 from common.folders import lock, sha256_file
 from pipelines import drawing, loading
 from pipelines.drawing import MAX_REDRAWS, ImageDrawer, make_items
+from pipelines.families import say_what_is_cut
 from pipelines.image_folder import image_name
 from pipelines.samplers import SAMPLER
 from utils import image_seed
@@ -166,6 +167,13 @@ def test_a_size_that_the_vae_does_not_divide_is_bad_input(draw, flag):
             draw(flag, size)
 
 
+def test_a_size_that_the_family_cannot_draw_is_bad_input(draw, tiny_families):
+    with pytest.raises(errors.BadInput, match=r"--height 18 .*multiple of 4"):
+        draw("--height", 18, model=tiny_families["flux"])
+    with pytest.raises(errors.BadInput, match=r"--width 36 is larger than 32, the largest side"):
+        draw("--width", 36, model=tiny_families["sd3"])
+
+
 def test_a_checkpoint_without_modules_is_bad_input(draw, tmp_path):
     (tmp_path / "checkpoint-000001").mkdir()
     for folder in ("checkpoint-000001", "none"):
@@ -304,6 +312,19 @@ def test_a_size_is_drawn_as_asked(draw, tmp_path):
 def test_a_height_or_width_alone_is_drawn_as_asked(draw, tmp_path, flag, shape):
     draw(flag, 24, "--num_samples_per_prompt", 1)
     assert [pixels.shape for pixels in pixels_of(tmp_path / "out").values()] == [shape]
+
+
+def test_a_stable_diffusion_3_without_t5_draws(draw, tiny_families, tmp_path, capsys):
+    """Its folder names T5 as [null, null]; CLIP then reads the prompt, here 16 tokens of it."""
+    folder = shutil.copytree(tiny_families["sd3"], tmp_path / "small")
+    index = json.loads((folder / "model_index.json").read_text())
+    for name in ("text_encoder_3", "tokenizer_3"):
+        shutil.rmtree(folder / name)
+        index[name] = [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert draw("--num_samples_per_prompt", 1, model=folder, prompts=["a cat " * 300])["images"] == 1
+    say_what_is_cut(folder, ["a cat " * 300])
+    assert "the model reads 16 tokens" in capsys.readouterr().err
 
 
 def test_redrawn_images_are_equal_to_the_byte(reference, tiny_model, tmp_path, capsys):

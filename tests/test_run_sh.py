@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT, make_photos, tree
 
 from common.stores import Store
+from pipelines.model_folder import LORA_FILE
 
 
 def run_sh(*arguments, timeout=300, **environment):
@@ -238,10 +239,10 @@ def test_the_first_steps_in_a_store_twice(tmp_path, tiny_model, s3, node_cache):
     assert Store(s3("rex")).list() == before
 
 
-@pytest.mark.ray
-def test_all_steps_twice(tmp_path, tiny_model):
+@pytest.fixture
+def whole(tmp_path):
+    """Return a function that runs all steps with a tiny model, and returns the finished process."""
     variables = {
-        "ORIG_MODEL_NAME": tiny_model,
         "DATA_PREFIX": tmp_path / "some data",
         "INSTANCE_DIR": make_photos(tmp_path / "photos", 2),
         "CLASS_NAME": "dog",
@@ -253,8 +254,14 @@ def test_all_steps_twice(tmp_path, tiny_model):
         "DINO_MODEL": "none",
         "PROMPTS_FILE": "prompts/emoji.txt",
         "NUM_WORKERS": 0,
+        "OMP_NUM_THREADS": 1,
     }
-    done = run_sh(**variables)
+    return lambda model, **changed: run_sh(timeout=900, **{**variables, "ORIG_MODEL_NAME": model, **changed})
+
+
+@pytest.mark.ray
+def test_all_steps_twice(tmp_path, tiny_model, whole):
+    done = whole(tiny_model)
     assert done.returncode == 0, done.stderr
     data = tmp_path / "some data"
     assert {path.name for path in data.iterdir()} == {
@@ -263,6 +270,41 @@ def test_all_steps_twice(tmp_path, tiny_model):
     assert len(list((data / "images-new").glob("*unqtkn-dog*.png"))) == 15
     assert (data / "evaluation" / "report.html").is_file() and "report.html" in done.stderr.splitlines()[-1]
     before = tree(data)
-    again = run_sh(**variables)
+    again = whole(tiny_model)
     assert again.returncode == 0, again.stderr
     assert tree(data) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("flux", "4"),
+        *(pytest.param(*each, marks=pytest.mark.faults) for each in (("sdxl", ""), ("sdxl", "4"), ("sd3", "4"))),
+    ],
+)
+def test_all_steps_with_each_family(name, rank, tmp_path, tiny_families, whole):
+    """A LoRA, or all weights; half a minute each."""
+    few = {"TRAIN_FLAGS": "--resolution 16 --num_validation_images 1 --validation_steps 2", "NUM_EVALUATION_IMAGES": 1}
+    done = whole(tiny_families[name], LORA=rank, DRAW_FLAGS="--height 16 --width 16", **few)
+    assert done.returncode == 0, done.stderr
+    data = tmp_path / "some data"
+    assert (data / "model-tuned" / LORA_FILE).is_file() is bool(rank)
+    assert len(list((data / "images-new").glob("*.png"))) == 15
+    measures = json.loads((data / "evaluation" / "evaluation.json").read_text())["measures"]
+    assert measures["subject_clip"]["tuned"]["value"] != measures["subject_clip"]["base"]["value"]
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "code", "said"),
+    [
+        ("sd3", {}, 3, "pass --lora RANK"),
+        ("sd", {"TRAIN_FLAGS": "--train_batch_size 0"}, 2, "--train_batch_size"),
+        ("sd", {"CLASS_NAME": "unqtkn dog"}, 3, "contains the identifier 'unqtkn'"),
+    ],
+)
+def test_what_training_refuses_is_told_before_class_images_are_drawn(
+    name, variables, code, said, tmp_path, tiny_families, whole
+):
+    done = whole(tiny_families[name], **variables)
+    assert done.returncode == code and said in done.stderr.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "some data").iterdir()] == ["images-own"]

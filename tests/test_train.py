@@ -137,12 +137,13 @@ def test_result_and_checkpoint_load_with_diffusers(command):
         assert all(torch.equal(*pair) for pair in zip(own.parameters(), published.parameters(), strict=True))
 
 
-def test_checkpoints_kept_and_only_missing_steps_run(command, capsys):
-    command(checkpointing_steps=2, max_train_steps=6)
+@pytest.mark.parametrize("rank", [None, 4])
+def test_checkpoints_kept_and_only_missing_steps_run(rank, command, capsys):
+    command(checkpointing_steps=2, max_train_steps=6, lora=rank)
     assert steps_kept(command.work_dir) == {4, 6}
     (command.work_dir / "checkpoint-stray").mkdir()
     (command.work_dir / "checkpoint-12-old").write_text("a stray file")
-    command(checkpointing_steps=2, max_train_steps=8)
+    command(checkpointing_steps=2, max_train_steps=8, lora=rank)
     assert steps_kept(command.work_dir) == {6, 8}
     assert last_json(capsys.readouterr().out)["trained"] == 2
     assert [line["step"] for line in folders.read_json_lines(command.work_dir / logs.LOG)] == list(range(1, 9))

@@ -55,6 +55,11 @@ def assert_equal_adapters(one, other):
     assert one.keys() == other.keys() and one and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def assert_equal_optimizers(*work_dirs):
+    one, other = (load_file(each / "checkpoint-000004" / "optimizer.safetensors") for each in work_dirs)
+    assert one.keys() == other.keys() and one and all((one[key] == other[key]).all() for key in one)
+
+
 def test_files_card_and_names(tune, capsys):
     tune(checkpointing_steps=2)
     assert last_json(capsys.readouterr().out)["trained"] == 4
@@ -77,17 +82,13 @@ def test_the_text_encoder_can_stay_as_it_is(tune):
 
 
 def test_a_resumed_run_is_bit_equal(tune, tmp_path):
-    """With dropout; without it, tests/test_train_families.py."""
+    """After each step, with dropout; the others without it, tests/test_train_families.py."""
     flags = {"lora_dropout": 0.1, "checkpointing_steps": 1, "save_dtype": "fp32", "max_failures": 0}
     tune(**flags, output_dir=tmp_path / "whole")
-    for steps in (1, 2, 4):
+    for steps in (1, 2, 3, 4):
         tune(**flags, max_train_steps=steps)
     assert_equal_adapters(tune.output_dir, tmp_path / "whole")
-    one, other = (
-        load_file(place / "checkpoint-000004" / "optimizer.safetensors")
-        for place in (tune.work_dir, tmp_path / "whole.work")
-    )
-    assert one.keys() == other.keys() and all((one[key] == other[key]).all() for key in one)
+    assert_equal_optimizers(tune.work_dir, tmp_path / "whole.work")
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -104,26 +105,13 @@ def test_over_a_quantised_base_a_resumed_run_is_bit_equal_whether_it_draws_or_no
     assert of_run["base_bits"] == bits and "base_bits" not in of_plain
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype"), [({}, "bfloat16"), ({"merge": True}, "float32"), ({"lora": None}, "float32")]
-)
-def test_samples_of_a_lora_alone_are_drawn_in_the_compute_type(flags, dtype, tune, monkeypatch):
-    """A pipeline that is published is in float32, and draws so."""
-    found, real = [], loading.load_pipeline
-    monkeypatch.setattr(
-        loading, "load_pipeline", lambda model_dir, dtype, *rest: found.append(dtype) or real(model_dir, dtype, *rest)
-    )
-    tune(mixed_precision="bf16", max_train_steps=1, **flags)
-    assert [str(each) for each in found] == [f"torch.{dtype}"]
-
-
 def test_what_is_merged_is_the_base_as_it_was(tune, draw):
     tune(merge=True, base_bits=4)
     one, other = draw("merged", model_dir=tune.output_dir)[0], draw("lora", "--lora", tune.output_dir)[0]
     assert np.abs(one - other).max() <= 1
 
 
-@pytest.mark.faults  # half a minute; SDXL's two workers are in every run
+@pytest.mark.faults  # half a minute; two workers that train all weights are in every run (tests/test_train.py)
 @pytest.mark.ray
 def test_two_workers_train_what_one_does(tune, tmp_path, ray_session):
     flags = {"save_dtype": "fp32", "mixed_precision": "no"}
@@ -174,6 +162,18 @@ def test_merged_drawn_and_in_a_checkpoint_it_is_the_same(tune, draw, tiny_model)
     assert record["model"].endswith(f"+1*{digest}")
 
 
+@pytest.mark.parametrize(
+    ("flags", "kinds"), [({}, ["bfloat16"]), ({"merge": True}, ["float32", "bfloat16"]), ({"lora": None}, ["float32"])]
+)
+def test_samples_of_a_lora_are_drawn_in_the_type_of_the_training(flags, kinds, tune, monkeypatch):
+    """A GPU that trains a LoRA of FLUX in bf16 cannot hold the model in float32."""
+    real, loaded = loading.load_pipeline, []
+    monkeypatch.setattr(loading, "load_pipeline", lambda *args: loaded.append(str(args[1])) or real(*args))
+    tune(**flags, max_train_steps=1, mixed_precision="bf16")
+    assert loaded == [f"torch.{kind}" for kind in kinds]
+    assert len(list((tune.output_dir / "samples").iterdir())) == 1
+
+
 def test_an_image_folder_is_not_continued_with_another_lora(tune, draw):
     tune()
     draw("images", "--lora", tune.output_dir)
@@ -212,6 +212,7 @@ def test_rates_of_both_parts(tune, tmp_path):
         ({"base_bits": "8"}, "--base_bits has no effect without --lora"),
         ({"base_bits": "8", "lora": "4", "compile": True}, "--base_bits and --compile do not work together"),
         ({"lora": "0"}, "--lora"),
+        ({"lora": "4", "lora_dropout": "1"}, "--lora_dropout 1 drops all inputs"),
         ({"lora": "4", "train_text_encoder": False, "text_encoder_lr": "1e-3"}, "--text_encoder_lr has no effect"),
     ],
 )

@@ -92,8 +92,11 @@ def write_state(
     from safetensors.torch import save_file
 
     tensors = {key: weight.detach().cpu().contiguous() for key, weight in named_matrices(modules)}
-    facts = {"r": settings.lora, "lora_alpha": settings.lora_alpha, "use_rslora": settings.rslora}
-    own = {f"{component}.{name}": value for component in modules for name, value in facts.items()}
+    own = {}
+    for component, module in modules.items():
+        names = [lora.plain_name(name) for name, layer in module.named_modules() if hasattr(layer, "lora_A")]
+        facts = {"r": settings.lora, "lora_alpha": settings.lora_alpha, "use_rslora": settings.rslora}
+        own |= {f"{component}.{name}": value for name, value in (facts | {"target_modules": names}).items()}
     metadata = {"format": "pt", lora.FACTS: json.dumps(own, sort_keys=True), lora.BASE: base}
     save_file(tensors, Path(folder, LORA_FILE), metadata=metadata)
     checkpoints.write_optimizer(folder, modules, optimizer)

@@ -63,6 +63,8 @@ def check_lora(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error("--base_bits and --compile do not work together: use only one of them")
     if args.lora:
         args.lora_alpha = args.lora_alpha or float(args.lora)
+        if args.lora_dropout == 1:
+            parser.error("--lora_dropout 1 drops all inputs, so that nothing is learned: use a smaller one")
         return
     given = [name for name in LORA_SETTINGS if getattr(args, name) != parser.get_default(name)]
     if given:

@@ -38,19 +38,22 @@ def publish_pipeline(
     """Publish what was trained as --output_dir, with a model card and sample images: a pipeline, or a LoRA.
 
     weights: the folder of a checkpoint. prompts: one for each sample. card(samples): returns the model card.
-    settings: of a LoRA, if that was trained. dtype: in which a model that is not published draws the samples, to save
-    memory; default: float32, as one that is published.
+    settings: of a LoRA, if that was trained. dtype: in which a LoRA draws its samples, as a GPU that trains one may not
+    hold its base in float32, the default.
     """
     import torch
 
     is_whole = settings.merge or not settings.lora
-    pipeline = loading.load_pipeline(output.model_dir, torch.float32 if is_whole or not dtype else dtype, weights)
+    dtype = dtype if dtype and settings.lora else torch.float32
+    pipeline = loading.load_pipeline(output.model_dir, torch.float32 if is_whole else dtype, weights)
     with targets.staging(output.output_dir) as beside:
         if settings.lora:
             base = output.settings["model"]
             adapters.write_result(weights, beside, base_name(output.output_dir), settings, output.model_dir, base)
         if is_whole:
             write_pipeline(pipeline, output.model_dir, beside, trained_parts(weights, output.model_dir))
+        if is_whole and dtype != torch.float32:
+            pipeline = loading.load_pipeline(output.model_dir, dtype, weights)
         pipeline = loading.move_pipeline(pipeline, device)
         draw_samples(pipeline, beside / "samples", prompts, images)
         shutil.copy(scratch(output.work_dir) / LOG, beside / TRAINING_LOG)

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import RANK, SPELLINGS, random_lora, write_lora
 
+import export
+import run_model
 from common import errors
 from pipelines import loading, lora
 from pipelines.configs import read_config
@@ -164,6 +166,8 @@ def test_a_lora_of_another_family_is_refused(tiny_families, tmp_path):
             lambda each: each.update({min(each).replace("lora_A", "lora_B"): torch.zeros(16, 3)}),
             "do not fit a weight of",
         ),
+        (lambda each: each.update({min(each): torch.zeros(())}), "has the sizes  and"),
+        (lambda each: each.update({min(each): each[min(each)].to(torch.int8)}), "is of type torch.int8"),
         (lambda each: each.update({"unet.conv_in.dora_scale": torch.zeros(1)}), "which is no weight of a LoRA"),
         (lambda each: each.clear(), "is a LoRA of another kind of model"),
     ],
@@ -183,6 +187,66 @@ def test_damage_is_refused(tiny_model, tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(errors.CheckFailed, match="is damaged"):
         lora.read(path, tiny_model)
+
+
+@pytest.mark.parametrize("facts", ["{", "[]", '{"unet.lora_alpha": "4"}', '{"unet.lora_alpha": NaN}'])
+def test_damaged_metadata_are_refused(facts, tiny_model, tmp_path):
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE, metadata={lora.FACTS: facts})
+    with pytest.raises(errors.CheckFailed, match="has damaged metadata"):
+        lora.read(path, tiny_model)
+
+
+def test_an_alpha_of_several_numbers_is_refused(tiny_model, tmp_path):
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE, "webui", tiny_model, alpha=[1.0, 2.0])
+    with pytest.raises(errors.BadInput, match="has an alpha of 2 numbers"):
+        lora.read(path, tiny_model)
+
+
+def test_weights_of_8_bits_are_read(tiny_model, tmp_path):
+    path = write_lora(random_lora(tiny_model), tmp_path / LORA_FILE)
+    small = {key: each.to(torch.float8_e4m3fn) for key, each in load_file(path).items()}
+    save_file(small, path)
+    for key, each in lora.diffusers_tensors(lora.read(path, tiny_model)).items():
+        assert torch.equal(each, small[key].float())
+
+
+@pytest.fixture(params=["family", "partner", "shape", "nan", "pickle", "pickle by name", "truncated"])
+def bad_file(request, tiny_model, tiny_families, tmp_path):
+    """(exit code, a file that is no LoRA of the tiny model)."""
+    model_dir = tiny_families["flux"] if request.param == "family" else tiny_model
+    path = write_lora(random_lora(model_dir), tmp_path / LORA_FILE)
+    if request.param == "partner":
+        damaged(path, lambda each: each.pop(min(each)))
+    if request.param == "shape":
+        damaged(path, lambda each: each.update({min(each): torch.zeros(RANK, 3)}))
+    if request.param == "nan":
+        damaged(path, lambda each: each[min(each)].fill_(float("nan")))
+    if request.param == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    if request.param.startswith("pickle"):
+        path = tmp_path / ("x.bin" if request.param == "pickle" else "x.safetensors")
+        torch.save({}, path)
+    return 5 if request.param in ("nan", "pickle by name", "truncated") else 3, path
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        (run_model, ["--output_dir", "out", "--prompts", "a cat", "--num_workers", "0"]),
+        (export, ["--output_file", "out.safetensors"]),
+    ],
+)
+def test_scripts_tell_it_in_one_line_before_weights_are_loaded(
+    script, flags, bad_file, tiny_model, tmp_path, monkeypatch
+):
+    code, path = bad_file
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "load_models", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(errors.ToolError) as caught:
+        script.main(script.parse_args(["--model_dir", str(tiny_model), "--lora", str(path), *flags]))
+    found, line = errors.describe_error(caught.value)
+    assert found == code and "\n" not in line and str(path) in line
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_file_is_found(tmp_path):

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from common import errors
 from pipelines import loading, lora
+from pipelines.conditions import encode_prompts
 from pipelines.families import find_family
 from pipelines.model_folder import LORA_FILE
 from training import adapters, checkpoints, modules
@@ -39,6 +40,7 @@ def test_only_the_adapters_train_and_only_where_asked(layers, trains, tiny_model
     parts = family.trained(trains)
     assert {name.split(".")[0] for name in names} == set(parts)
     assert any("ff.net" in name for name in names) is (layers == "all")
+    assert all("attn" in name for name in names) is (layers == "attention")
     count = sum(parameter.numel() for _, parameter in checkpoints.named_parameters(found))
     assert count == adapters.count_weights(family, tiny_model, parts, 4, layers)
 
@@ -105,6 +107,44 @@ def test_a_checkpoint_holds_them_as_they_are(rslora, tiny_model, tmp_path):
     saved, read = load_file(tmp_path / LORA_FILE), lora.read(tmp_path / LORA_FILE, tiny_model)
     factor = 2.0 / (2.0 if rslora else 4.0)
     assert torch.allclose(read["text_encoder"]["encoder.layers.0.self_attn.q_proj"][1], saved[key] * factor)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        *(("sd", flags) for flags in ({"lora_alpha": 1.0}, {"lora_alpha": 8.0}, {"rslora": True})),
+        *((name, {}) for name in ("sd", "sdxl", "sd3", "flux")),
+    ],
+)
+def test_plain_diffusers_predicts_what_the_adapters_in_memory_do(name, flags, tiny_families, one_thread, tmp_path):
+    """From a checkpoint, whose metadata has alpha, and from the result, whose weights have it; text encoders too."""
+    folder, prompts = tiny_families[name], ["a cat", "a red dog"]
+    family = find_family(folder)
+    found, settings = load(folder, lora_layers="all", save_dtype="fp32", **flags)
+    for _, weight in adapters.named_matrices(found):
+        weight.data.normal_(0, 0.2)
+    fields = encode_prompts(family, str(folder), prompts, family.trained(True), CPU, torch.float32)
+    batch = {key: torch.stack([each[key] for each in fields]) for key in fields[0]}
+    batch["time_ids"] = torch.tensor([[20, 40, 0, 5, 16, 16], [16, 16, 0, 0, 16, 16]])
+    noisy, time = torch.randn(2, family.sizes(folder).channels, 8, 8), torch.tensor([300, 800])
+
+    def predict(parts):
+        with torch.no_grad():
+            return modules.join_modules(family, parts).eval()(noisy, time, batch)
+
+    places = tmp_path / "checkpoint", tmp_path / "result"
+    for place in places:
+        place.mkdir()
+    adamw = torch.optim.AdamW([weight for _, weight in checkpoints.named_parameters(found)])
+    adapters.write_state(places[0], found, adamw, settings, "digest")
+    adapters.write_result(places[0], places[1], "x", settings, str(folder), "digest")
+    expected = predict(found)
+    for place in places:
+        pipeline = loading.load_pipeline(folder, torch.float32)
+        parts = {part: getattr(pipeline, part) for part in found}
+        assert (predict(parts) - expected).abs().max() > 1e-2
+        pipeline.load_lora_weights(place, weight_name=LORA_FILE, use_safetensors=True, local_files_only=True)
+        assert (predict(parts) - expected).abs().max() <= 1e-6
 
 
 def test_a_checkpoint_without_some_of_them_is_refused(tiny_model, tmp_path):
