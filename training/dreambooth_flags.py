@@ -35,7 +35,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--captions", choices=MODES, help=captions)
     side = "width and height in pixels to train on; default: the model's resolution"
     group.add_argument("--resolution", type=cli.positive_int, help=side)
-    buckets = "crop each image to the size nearest to its shape, of about the same number of pixels, not to a square"
+    buckets = "crop each image to the aspect-ratio bucket nearest to its shape, of about as many pixels as the square"
     group.add_argument("--buckets", action="store_true", help=buckets)
     flags.add_switch(group, "random_crop", True, "crop photos at random positions instead of the center")
     flip = "mirror half of the photos; turn it off for subjects with text or one-sided marks"
