@@ -151,11 +151,15 @@ class Store:
         The function raises Conflict if the object is another version by now, and FileNotFoundError if it is gone.
         """
         for start in range(0, found.size, PART):
-            yield start, functools.partial(self._read_part, name, found, start, min(start + PART, found.size))
+            yield start, functools.partial(self.read_range, name, start, min(start + PART, found.size), found.tag)
 
-    def _read_part(self, name: str, found: Object, start: int, end: int) -> bytes:
+    def read_range(self, name: str, start: int, end: int, only_if_tag: Tag | None = None) -> bytes:
+        """Return bytes `start` to `end` of an object, in one request.
+
+        Raises FileNotFoundError if it is missing, Conflict if it is not the version `only_if_tag`.
+        """
         with self._told():
-            options = {"range": (start, end), "if_match": found.tag["e_tag"]}
+            options = {"range": (start, end)} | ({"if_match": only_if_tag["e_tag"]} if only_if_tag else {})
             return bytes(self.objects.get(name, options=options).bytes())
 
     def write(self, name: str, data: bytes | Path, only_if_absent: bool = False, only_if_tag: Tag | None = None) -> Tag:

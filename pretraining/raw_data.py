@@ -7,16 +7,15 @@ tar file.
 import contextlib
 import itertools
 import json
-import os
-import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 from common.errors import BadInput, CheckFailed
 from common.images import READ
 from common.storage import Folder, absolute, join, open_parquet, read_footer, split
+from pretraining.tars import count_samples, read_samples
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "url", "image_url", "image_path", "path")
 CAPTION_COLUMNS = ("caption", "TEXT", "text", "txt", "prompt")
@@ -105,8 +104,7 @@ def _read_lines(folder, name):
 
 
 def _tar_sources(folder, name, size, image_column, caption_column):
-    with Folder(folder).open(name) as file:
-        count = sum(1 for _ in _tar_samples(join(folder, name), file, None))
+    count = count_samples(folder, name, size)
     return [Source(folder, name, size, "tar", 0, count, image_column or "", caption_column or "")] if count else []
 
 
@@ -120,26 +118,29 @@ def read_rows(source: Source, first: int, count: int) -> Iterator[dict[str, Any]
     image: the bytes of a file, a path, a URI, a URL or None; caption: any value, None if missing.
     """
     readers = {"parquet": _parquet_rows, "tar": _tar_rows, "jsonl": _jsonl_rows}
-    rows = readers[source.kind](source, first)
-    for number, row in enumerate(itertools.islice(rows, count), start=first):
+    last = min(first + count, source.num_rows)
+    for number, row in enumerate(readers[source.kind](source, first, last), start=first):
         yield {"key": f"{source.name}:{source.first}:{number}", **row}
 
 
-def _parquet_rows(source, first):
+def _parquet_rows(source, first, last):
     with open_parquet(Folder(source.folder), source.name) as parquet:
-        columns = list(dict.fromkeys((source.image_column, source.caption_column)))
+        columns, start = list(dict.fromkeys((source.image_column, source.caption_column))), 0
         for batch in parquet.iter_batches(64, row_groups=[source.first], columns=columns):
-            skipped, first = min(first, len(batch)), max(0, first - len(batch))
-            for row in batch.slice(skipped).to_pylist():
+            low, high = (min(max(row - start, 0), len(batch)) for row in (first, last))
+            for row in batch.slice(low, max(high - low, 0)).to_pylist():
                 image = row[source.image_column]
                 if isinstance(image, dict):  # the Image feature of Hugging Face datasets
                     image = image.get("bytes") or image.get("path")
                 yield {"image": image, "caption": row[source.caption_column]}
+            start += len(batch)
+            if start >= last:
+                return
 
 
-def _jsonl_rows(source, first):
+def _jsonl_rows(source, first, last):
     parent = source.name.rpartition("/")[0]
-    for line in _read_lines(source.folder, source.name)[source.first + first : source.first + source.num_rows]:
+    for line in _read_lines(source.folder, source.name)[source.first + first : source.first + last]:
         try:
             row = json.loads(line)
             name = row[source.image_column]
@@ -149,47 +150,14 @@ def _jsonl_rows(source, first):
         yield {"image": f"{parent}/{name}" if parent and name else name, "caption": row.get(source.caption_column)}
 
 
-def _tar_rows(source, first):
-    with Folder(source.folder).open(source.name) as file:
-        for sample in itertools.islice(_tar_samples(join(source.folder, source.name), file, first), first, None):
-            suffixes = [source.image_column] if source.image_column else [name for name in sample if f".{name}" in READ]
-            caption = sample.get(source.caption_column or "txt")
-            if caption is None and "json" in sample:
-                names = [source.caption_column] if source.caption_column else CAPTION_COLUMNS
-                with contextlib.suppress(ValueError, AttributeError):  # not JSON, or not an object: no caption
-                    facts = json.loads(sample["json"])
-                    caption = next((facts[name] for name in names if facts.get(name)), None)
-            caption = caption.decode(errors="replace").strip() if isinstance(caption, bytes) else caption
-            yield {"image": next((sample[name] for name in suffixes if name in sample), None), "caption": caption}
-
-
-def _tar_samples(place: str, file: BinaryIO, first: int | None) -> Iterator[dict[str, bytes]]:
-    """Yield {suffix: bytes} of each WebDataset sample: adjacent files whose paths are equal up to the first dot.
-
-    first: number of the first sample whose files are read; earlier ones have empty bytes. None reads no file.
-    """
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            members = (each for each in tar if each.isfile() and not os.path.basename(each.name).startswith("."))
-            for number, (key, group) in enumerate(itertools.groupby(members, key=_sample_key)):
-                is_read = first is not None and number >= first
-                yield {
-                    member.name[len(key) + 1 :].lower(): _read_member(tar, member) if is_read else b""
-                    for member in group
-                }
-            file.seek(tar.offset)
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end of the archive
-                raise tarfile.ReadError("invalid header")
-    except (tarfile.TarError, OSError) as error:
-        raise CheckFailed(f"{place} is damaged ({error}): create or download it again") from None
-
-
-def _read_member(tar, member):
-    file = tar.extractfile(member)
-    assert file is not None, member.name  # only of links and folders
-    return file.read()
-
-
-def _sample_key(member):
-    folder, slash, name = member.name.rpartition("/")
-    return folder + slash + name.split(".", 1)[0]
+def _tar_rows(source, first, last):
+    for sample in read_samples(source.folder, source.name, source.size, first, last):
+        suffixes = [source.image_column] if source.image_column else [name for name in sample if f".{name}" in READ]
+        caption = sample.get(source.caption_column or "txt")
+        if caption is None and "json" in sample:
+            names = [source.caption_column] if source.caption_column else CAPTION_COLUMNS
+            with contextlib.suppress(ValueError, AttributeError):  # not JSON, or not an object: no caption
+                facts = json.loads(sample["json"])
+                caption = next((facts[name] for name in names if facts.get(name)), None)
+        caption = caption.decode(errors="replace").strip() if isinstance(caption, bytes) else caption
+        yield {"image": next((sample[name] for name in suffixes if name in sample), None), "caption": caption}

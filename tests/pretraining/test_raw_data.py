@@ -132,6 +132,10 @@ def test_a_name_with_dots_ends_at_the_first_as_webdataset_has_it(tmp_path):
         lambda tar: tar[: 7 * 512 + 100],  # within the second sample's header
         lambda tar: tar[: 9 * 512],  # within its image
         lambda tar: tar[: 7 * 512] + b"\xff" * 512 + tar[8 * 512 :],  # tarfile takes it for the end
+        lambda tar: tar[: 7 * 512],  # between two samples
+        lambda tar: tar[: 21 * 512],  # after the last one
+        lambda tar: tar[: 22 * 512],  # within the two blocks of zeros after it
+        lambda tar: tar + tar,  # a second archive, which tarfile does not see
     ],
 )
 def test_a_damaged_tar_fails_the_check_with_its_name(spoil, remote, tmp_path, request):
