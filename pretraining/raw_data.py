@@ -7,6 +7,7 @@ tar file.
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import Any
 
 from common.errors import BadInput, CheckFailed
 from common.images import READ
+from common.messages import say
 from common.storage import Folder, absolute, join, open_parquet, read_footer, split
-from pretraining.tars import count_samples, read_samples
+from pretraining.tars import STATS, count_samples, find_records, read_samples, recorded_samples
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "url", "image_url", "image_path", "path")
 CAPTION_COLUMNS = ("caption", "TEXT", "text", "txt", "prompt")
+KINDS = {"parquet": ".parquet", "tar": ".tar", "jsonl": "metadata.jsonl"}  # {kind: ending of its names}
 LINES_OF_A_SOURCE = 4096  # in a metadata.jsonl
 LISTING_THREADS = 16
 
@@ -50,30 +53,45 @@ def list_sources(
 ) -> list[Source]:
     """Return the Sources of a folder or file, sorted by name; only footers, headers and metadata.jsonl are read.
 
-    If a folder holds several formats, the first of Parquet, tar and metadata.jsonl is used.
     Raises BadInput if there are no rows, or if a Parquet file lacks a column.
     """
     location = absolute(location)
-    kind = Folder(location).kind()
-    if kind is None:
+    found = Folder(location).kind()
+    if found is None:
         raise BadInput(f"{flag} {location} does not exist")
-    folder, only = split(location) if kind == "file" else (location, None)
-    files = Folder(folder).names(".parquet", ".tar", "metadata.jsonl")
-    files = {name: size for name, size in files.items() if only is None or name == only}
-    kinds = {"parquet": _parquet_sources, "tar": _tar_sources, "jsonl": _jsonl_sources}
-    for suffix, list_file in kinds.items():
-        found = [name for name in files if name.lower().endswith(suffix)]
-        if found:
-            facts = [(folder, name, files[name], image_column, caption_column) for name in found]
-            with ThreadPoolExecutor(LISTING_THREADS) as pool:
-                sources = list(itertools.chain.from_iterable(pool.map(list_file, *zip(*facts, strict=True))))
-            if not sum(source.num_rows for source in sources):
-                raise BadInput(f"{flag} {location} holds no rows")
-            return sources
-    raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
+    folder, only = split(location) if found == "file" else (location, None)
+    files = Folder(folder).names(*KINDS.values(), STATS)
+    kind, names = _choose(files, only)
+    if not names:
+        raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
+    list_file = {"parquet": _parquet_sources, "tar": _tar_sources, "jsonl": _jsonl_sources}[kind]
+    facts = [(folder, name, files[name], find_records(name, files), image_column, caption_column) for name in names]
+    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+        sources = list(itertools.chain.from_iterable(pool.map(list_file, *zip(*facts, strict=True))))
+    if not sum(source.num_rows for source in sources):
+        raise BadInput(f"{flag} {location} holds no rows")
+    return sources
 
 
-def _parquet_sources(folder, name, size, image_column, caption_column):
+def _choose(files, only):
+    """Return (kind, names) of the files that hold the rows: the first of KINDS that there is, of `only` if it is set.
+
+    A Parquet file beside a tar of the same name is a record of img2dataset: the tars hold the rows.
+    """
+    found = {
+        kind: [name for name in files if only in (None, name) and name.lower().endswith(ending)]
+        for kind, ending in KINDS.items()
+    }
+    stems = {os.path.splitext(name)[0] for name in found["tar"]}
+    lone = [name for name in found["parquet"] if os.path.splitext(name)[0] not in stems]
+    if len(lone) < len(found["parquet"]):
+        if lone:
+            say(f"tars beside Parquet files of the same names hold the rows: {lone[0]} without a tar is left out")
+        del found["parquet"]
+    return next(((kind, names) for kind, names in found.items() if names), ("", []))
+
+
+def _parquet_sources(folder, name, size, records, image_column, caption_column):
     columns, groups, _ = read_footer(Folder(folder), name)
     image = _pick_column(join(folder, name), "image", image_column, IMAGE_COLUMNS, columns)
     caption = _pick_column(join(folder, name), "caption", caption_column, CAPTION_COLUMNS, columns)
@@ -88,7 +106,7 @@ def _pick_column(place, what, wanted, usual, columns):
     raise BadInput(f"{place} has {missing}: choose one of its columns with --{what}_column: {', '.join(columns)}")
 
 
-def _jsonl_sources(folder, name, size, image_column, caption_column):
+def _jsonl_sources(folder, name, size, records, image_column, caption_column):
     count = len(_read_lines(folder, name))
     starts = range(0, count, LINES_OF_A_SOURCE)
     columns = (image_column or "file_name", caption_column or "text")
@@ -103,8 +121,9 @@ def _read_lines(folder, name):
     return [line for line in data.splitlines() if line.strip()]
 
 
-def _tar_sources(folder, name, size, image_column, caption_column):
-    count = count_samples(folder, name, size)
+def _tar_sources(folder, name, size, records, image_column, caption_column):
+    count = recorded_samples(folder, records)
+    count = count_samples(folder, name, size) if count is None else count
     return [Source(folder, name, size, "tar", 0, count, image_column or "", caption_column or "")] if count else []
 
 

@@ -5,14 +5,16 @@ A sample is the adjacent files whose paths are equal up to the first dot of thei
 
 import contextlib
 import itertools
+import json
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import IO
 
 from common.errors import CheckFailed
 from common.storage import Folder, join
 
+STATS, PARQUET = "_stats.json", ".parquet"  # endings of the records that img2dataset writes beside a tar
 END = 2 * tarfile.BLOCKSIZE  # bytes, all zero, after the last file of a tar
 
 
@@ -36,6 +38,39 @@ def read_samples(folder: str, name: str, size: int, first: int, last: int) -> It
             number += 1
         if number < last:
             raise tarfile.ReadError(f"it holds {number} samples, not {last}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records of img2dataset
+
+
+def find_records(name: str, files: Container[str]) -> list[str]:
+    """Return the names of the records of img2dataset among `files` for a tar."""
+    stem = os.path.splitext(name)[0]
+    return [stem + ending for ending in (STATS, PARQUET) if stem + ending in files]
+
+
+def recorded_samples(folder: str, records: Sequence[str]) -> int | None:
+    """Return the number of samples in a tar, those that img2dataset downloaded, or None if no record has it.
+
+    A record takes one request. 00000_stats.json has the sum, 00000.parquet a status of each row.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    for record in records:
+        data = Folder(folder).read(record) or b""
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):  # damaged, or not of img2dataset
+            if record.endswith(STATS):
+                return int(json.loads(data)["successes"])
+            status = pq.ParquetFile(pa.BufferReader(data)).read(columns=["status"])["status"]
+            return pc.sum(pc.equal(status, "success"), min_count=0).as_py()
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inside a tar
 
 
 @contextlib.contextmanager

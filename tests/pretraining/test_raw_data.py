@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import noise_png
-from raw_files import make_kind, make_tar, write_jsonl, write_parquet
+from raw_files import make_kind, make_tar, write_img2dataset, write_jsonl, write_parquet
 
 from common import errors
 from common.storage import Folder
@@ -145,6 +145,43 @@ def test_a_damaged_tar_fails_the_check_with_its_name(spoil, remote, tmp_path, re
     with pytest.raises(errors.CheckFailed, match=r"x\.tar.* is damaged") as error:
         list_sources(place)
     assert "\n" not in errors.describe_error(error.value)[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# img2dataset
+
+
+def test_the_tars_of_img2dataset_hold_the_rows_and_its_records_their_number(tmp_path, monkeypatch):
+    write_img2dataset(tmp_path, 5, failed=(1, 3))
+    write_img2dataset(tmp_path, 2, failed=(0, 1), shard="00001")
+    with monkeypatch.context() as patch:
+        patch.setattr(raw_data, "count_samples", None)
+        (source,) = list_sources(str(tmp_path))
+        assert (source.name, source.kind, source.num_rows) == ("00000.tar", "tar", 3)
+        (tmp_path / "00000_stats.json").unlink()
+        assert list_sources(str(tmp_path)) == list_sources(str(tmp_path / "00000.tar")) == [source]
+    rows = list(read_rows(source, 0, 9))
+    assert [(row["image"], row["caption"]) for row in rows] == [(noise_png(i), f"caption {i}") for i in (0, 2, 4)]
+    (tmp_path / "00000.parquet").write_bytes(b"broken")
+    (tmp_path / "00000_stats.json").write_text("[]")
+    assert list_sources(str(tmp_path)) == [source]
+
+
+def test_parquet_without_a_tar_is_left_out_beside_the_tars_of_img2dataset(tmp_path, capsys):
+    write_img2dataset(tmp_path, 2)
+    write_parquet(tmp_path / "all.parquet", ["http://127.0.0.1:1/x.jpg"], ["x"])
+    assert [source.name for source in list_sources(str(tmp_path))] == ["00000.tar"]
+    assert "all.parquet without a tar is left out" in capsys.readouterr().err
+    assert [source.name for source in list_sources(str(tmp_path / "all.parquet"))] == ["all.parquet"]
+    (tmp_path / "00000.parquet").unlink()
+    assert [source.name for source in list_sources(str(tmp_path))] == ["all.parquet"]
+
+
+def test_a_record_of_more_samples_than_the_tar_holds_is_told(tmp_path):
+    write_img2dataset(tmp_path, 3)
+    (tmp_path / "00000_stats.json").write_text('{"successes": 4}')
+    with pytest.raises(errors.CheckFailed, match=r"00000\.tar is damaged \(it holds 3 samples, not 4\)"):
+        all_rows(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
