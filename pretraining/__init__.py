@@ -1,7 +1,7 @@
 """Pre-training data: raw images and captions, the latents made from them, and the batches of each training worker.
 
 raw_data   lists Parquet files, metadata.jsonl and tars as sources, and reads their rows
-tars       counts and reads the samples of WebDataset tars
+tars       samples of WebDataset tars: counts, indexes and reads them
 loader     fetches, decodes and crops the images of rows
 latents    encodes images and captions; opens and reads data sets of latents
 columns    Parquet columns of tensors

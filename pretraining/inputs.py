@@ -54,7 +54,8 @@ def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:
     if not args.online:
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
         return open_latents(args.data, args.model_dir, args.resolution, *columns)
-    sources = list_sources(args.data, args.image_column, args.caption_column, flag="--data")
+    columns = args.image_column, args.caption_column
+    sources = list_sources(args.data, *columns, flag="--data", indexed=True, keep=not args.dry_run)
     encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
     encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
     loader = loader_options(args, (args.resolution,))

@@ -17,7 +17,7 @@ from common.errors import BadInput, CheckFailed
 from common.images import READ
 from common.messages import say
 from common.storage import Folder, absolute, join, open_parquet, read_footer, split
-from pretraining.tars import STATS, count_samples, find_records, read_samples, recorded_samples
+from pretraining.tars import INDEX, STATS, count_samples, find_records, read_samples
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "url", "image_url", "image_path", "path")
 CAPTION_COLUMNS = ("caption", "TEXT", "text", "txt", "prompt")
@@ -49,10 +49,17 @@ class Source:
 
 
 def list_sources(
-    location: str, image_column: str | None = None, caption_column: str | None = None, flag: str = "--input"
+    location: str,
+    image_column: str | None = None,
+    caption_column: str | None = None,
+    flag: str = "--input",
+    indexed: bool = False,
+    keep: bool = True,
 ) -> list[Source]:
     """Return the Sources of a folder or file, sorted by name; only footers, headers and metadata.jsonl are read.
 
+    indexed: make an index of each tar, so that its chunks can be read in any order. keep: write the indexes of tars
+    indexed: each tar must have an index, for reads in any order. keep: write the indexes that are made beside the tars.
     Raises BadInput if there are no rows, or if a Parquet file lacks a column.
     """
     location = absolute(location)
@@ -60,14 +67,12 @@ def list_sources(
     if found is None:
         raise BadInput(f"{flag} {location} does not exist")
     folder, only = split(location) if found == "file" else (location, None)
-    files = Folder(folder).names(*KINDS.values(), STATS)
+    files = Folder(folder).names(*KINDS.values(), INDEX, STATS)
     kind, names = _choose(files, only)
     if not names:
         raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
-    list_file = {"parquet": _parquet_sources, "tar": _tar_sources, "jsonl": _jsonl_sources}[kind]
-    facts = [(folder, name, files[name], find_records(name, files), image_column, caption_column) for name in names]
-    with ThreadPoolExecutor(LISTING_THREADS) as pool:
-        sources = list(itertools.chain.from_iterable(pool.map(list_file, *zip(*facts, strict=True))))
+    lister = Lister(folder, kind, image_column, caption_column, indexed, keep)
+    sources = lister([(name, files[name], find_records(name, files)) for name in names])
     if not sum(source.num_rows for source in sources):
         raise BadInput(f"{flag} {location} holds no rows")
     return sources
@@ -91,11 +96,44 @@ def _choose(files, only):
     return next(((kind, names) for kind, names in found.items() if names), ("", []))
 
 
-def _parquet_sources(folder, name, size, records, image_column, caption_column):
-    columns, groups, _ = read_footer(Folder(folder), name)
-    image = _pick_column(join(folder, name), "image", image_column, IMAGE_COLUMNS, columns)
-    caption = _pick_column(join(folder, name), "caption", caption_column, CAPTION_COLUMNS, columns)
-    return [Source(folder, name, size, "parquet", i, rows, image, caption) for i, rows in groups if rows]
+@dataclass(frozen=True)
+class Lister:
+    """Lists files of one kind in a folder as Sources.
+
+    indexed, keep: see list_sources.
+    """
+
+    folder: str
+    kind: str
+    image_column: str | None
+    caption_column: str | None
+    indexed: bool
+    keep: bool
+
+    def __call__(self, files: list[tuple[str, int, dict[str, int]]]) -> list[Source]:
+        """Return the Sources of files, in their order; files: (name, bytes, records of find_records) of each."""
+        list_file = {"parquet": self._parquet, "tar": self._tar, "jsonl": self._jsonl}[self.kind]
+        with ThreadPoolExecutor(LISTING_THREADS) as pool:
+            return list(itertools.chain.from_iterable(pool.map(list_file, *zip(*files, strict=True))))
+
+    def _parquet(self, name, size, records):
+        columns, groups, _ = read_footer(Folder(self.folder), name)
+        image = _pick_column(join(self.folder, name), "image", self.image_column, IMAGE_COLUMNS, columns)
+        caption = _pick_column(join(self.folder, name), "caption", self.caption_column, CAPTION_COLUMNS, columns)
+        return [Source(self.folder, name, size, "parquet", i, rows, image, caption) for i, rows in groups if rows]
+
+    def _jsonl(self, name, size, records):
+        count = len(_read_lines(self.folder, name))
+        starts = range(0, count, LINES_OF_A_SOURCE)
+        columns = (self.image_column or "file_name", self.caption_column or "text")
+        return [
+            Source(self.folder, name, size, "jsonl", i, min(LINES_OF_A_SOURCE, count - i), *columns) for i in starts
+        ]
+
+    def _tar(self, name, size, records):
+        count = count_samples(self.folder, name, size, records, self.indexed, self.keep)
+        columns = (self.image_column or "", self.caption_column or "")
+        return [Source(self.folder, name, size, "tar", 0, count, *columns)] if count else []
 
 
 def _pick_column(place, what, wanted, usual, columns):
@@ -106,25 +144,12 @@ def _pick_column(place, what, wanted, usual, columns):
     raise BadInput(f"{place} has {missing}: choose one of its columns with --{what}_column: {', '.join(columns)}")
 
 
-def _jsonl_sources(folder, name, size, records, image_column, caption_column):
-    count = len(_read_lines(folder, name))
-    starts = range(0, count, LINES_OF_A_SOURCE)
-    columns = (image_column or "file_name", caption_column or "text")
-    return [Source(folder, name, size, "jsonl", i, min(LINES_OF_A_SOURCE, count - i), *columns) for i in starts]
-
-
 def _read_lines(folder, name):
     """Return the non-empty lines of a file as bytes: splitting text would also split at U+2028 inside a JSON string."""
     data = Folder(folder).read(name)
     if data is None:
         raise CheckFailed(f"{join(folder, name)} was removed while it was being read: restore it")
     return [line for line in data.splitlines() if line.strip()]
-
-
-def _tar_sources(folder, name, size, records, image_column, caption_column):
-    count = recorded_samples(folder, records)
-    count = count_samples(folder, name, size) if count is None else count
-    return [Source(folder, name, size, "tar", 0, count, image_column or "", caption_column or "")] if count else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,7 +195,7 @@ def _jsonl_rows(source, first, last):
 
 
 def _tar_rows(source, first, last):
-    for sample in read_samples(source.folder, source.name, source.size, first, last):
+    for sample in read_samples(source.folder, source.name, source.size, source.num_rows, first, last):
         suffixes = [source.image_column] if source.image_column else [name for name in sample if f".{name}" in READ]
         caption = sample.get(source.caption_column or "txt")
         if caption is None and "json" in sample:

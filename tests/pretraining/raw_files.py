@@ -24,11 +24,14 @@ def write_jsonl(folder, rows, images=()):
         (folder / name).write_bytes(data)
 
 
-def make_tar(members):
+def make_tar(members, format=tarfile.DEFAULT_FORMAT):
+    """Return a tar of (name, bytes) pairs; a member without bytes is a folder."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
         for name, data in members:
             entry = tarfile.TarInfo(name)
+            if data is None:
+                entry.type, data = tarfile.DIRTYPE, b""
             entry.size = len(data)
             tar.addfile(entry, io.BytesIO(data))
     return buffer.getvalue()

@@ -10,7 +10,7 @@ from raw_files import make_kind, make_tar, write_img2dataset, write_jsonl, write
 
 from common import errors
 from common.storage import Folder
-from pretraining import raw_data
+from pretraining import raw_data, tars
 from pretraining.raw_data import list_sources, read_rows
 
 
@@ -155,7 +155,7 @@ def test_the_tars_of_img2dataset_hold_the_rows_and_its_records_their_number(tmp_
     write_img2dataset(tmp_path, 5, failed=(1, 3))
     write_img2dataset(tmp_path, 2, failed=(0, 1), shard="00001")
     with monkeypatch.context() as patch:
-        patch.setattr(raw_data, "count_samples", None)
+        patch.setattr(tars, "_scan", None)
         (source,) = list_sources(str(tmp_path))
         assert (source.name, source.kind, source.num_rows) == ("00000.tar", "tar", 3)
         (tmp_path / "00000_stats.json").unlink()
@@ -180,7 +180,7 @@ def test_parquet_without_a_tar_is_left_out_beside_the_tars_of_img2dataset(tmp_pa
 def test_a_record_of_more_samples_than_the_tar_holds_is_told(tmp_path):
     write_img2dataset(tmp_path, 3)
     (tmp_path / "00000_stats.json").write_text('{"successes": 4}')
-    with pytest.raises(errors.CheckFailed, match=r"00000\.tar is damaged \(it holds 3 samples, not 4\)"):
+    with pytest.raises(errors.CheckFailed, match=r"00000\.tar is damaged \(it does not hold the 4 samples"):
         all_rows(tmp_path)
 
 
