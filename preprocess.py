@@ -74,7 +74,8 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source
     args.resolutions = args.resolutions or [sizes.resolution]
     for resolution in args.resolutions:
         check_resolution(args.model_dir, "--resolutions", resolution, sizes.multiple)
-    sources = list_sources(args.input, args.image_column, args.caption_column, keep=not args.dry_run)
+    options = {"keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
+    sources = list_sources(args.input, args.image_column, args.caption_column, **options)
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names}
     settings["encoders"] = digest_encoders(args.model_dir, family)

@@ -55,7 +55,8 @@ def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
         return open_latents(args.data, args.model_dir, args.resolution, *columns)
     columns = args.image_column, args.caption_column
-    sources = list_sources(args.data, *columns, flag="--data", indexed=True, keep=not args.dry_run)
+    options = {"flag": "--data", "indexed": True, "keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
+    sources = list_sources(args.data, *columns, **options)
     encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
     encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
     loader = loader_options(args, (args.resolution,))

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from common.actors import map_on_actors
 from common.errors import BadInput, CheckFailed
 from common.images import READ
-from common.messages import say
+from common.messages import Progress, say
 from common.storage import Folder, absolute, join, open_parquet, read_footer, split
 from pretraining.tars import INDEX, STATS, count_samples, find_records, read_samples
 
@@ -23,7 +24,7 @@ IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "
 CAPTION_COLUMNS = ("caption", "TEXT", "text", "txt", "prompt")
 KINDS = {"parquet": ".parquet", "tar": ".tar", "jsonl": "metadata.jsonl"}  # {kind: ending of its names}
 LINES_OF_A_SOURCE = 4096  # in a metadata.jsonl
-LISTING_THREADS = 16
+FILES_OF_A_TASK, LISTING_THREADS = 256, 16  # files that a task lists, and at the same time
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,13 @@ def list_sources(
     flag: str = "--input",
     indexed: bool = False,
     keep: bool = True,
+    on_ray: dict[str, Any] | None = None,
 ) -> list[Source]:
     """Return the Sources of a folder or file, sorted by name; only footers, headers and metadata.jsonl are read.
 
-    indexed: make an index of each tar, so that its chunks can be read in any order. keep: write the indexes of tars
     indexed: each tar must have an index, for reads in any order. keep: write the indexes that are made beside the tars.
+    on_ray: of cli.ray_or_none; many files are listed in tasks on Ray.
+
     Raises BadInput if there are no rows, or if a Parquet file lacks a column.
     """
     location = absolute(location)
@@ -71,8 +74,8 @@ def list_sources(
     kind, names = _choose(files, only)
     if not names:
         raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
-    lister = Lister(folder, kind, image_column, caption_column, indexed, keep)
-    sources = lister([(name, files[name], find_records(name, files)) for name in names])
+    listed = [(name, files[name], find_records(name, files)) for name in names]
+    sources = _list(Lister(folder, kind, image_column, caption_column, indexed, keep), listed, on_ray)
     if not sum(source.num_rows for source in sources):
         raise BadInput(f"{flag} {location} holds no rows")
     return sources
@@ -96,9 +99,23 @@ def _choose(files, only):
     return next(((kind, names) for kind, names in found.items() if names), ("", []))
 
 
+def _list(lister, files, on_ray):
+    """Return the Sources of files; files: see Lister."""
+    batches = [files[i : i + FILES_OF_A_TASK] for i in range(0, len(files), FILES_OF_A_TASK)]
+    if len(batches) == 1 or on_ray is None:
+        return [source for batch in batches for found in lister(batch) for source in found]
+    sources: list[Source] = []
+    with Progress("list", len(files), "files") as progress:
+        results = map_on_actors(None, {}, batches, 1, lister, ordered=True, gpus_per_worker=0, **on_ray)
+        for batch, found in zip(batches, results, strict=True):
+            sources += found
+            progress.update(len(batch))
+    return sources
+
+
 @dataclass(frozen=True)
 class Lister:
-    """Lists files of one kind in a folder as Sources.
+    """Lists files of one kind in a folder as Sources; runs on tasks.
 
     indexed, keep: see list_sources.
     """
@@ -110,11 +127,11 @@ class Lister:
     indexed: bool
     keep: bool
 
-    def __call__(self, files: list[tuple[str, int, dict[str, int]]]) -> list[Source]:
-        """Return the Sources of files, in their order; files: (name, bytes, records of find_records) of each."""
+    def __call__(self, files: list[tuple[str, int, dict[str, int]]]) -> Iterator[list[Source]]:
+        """Yield the Sources of files, in their order; files: (name, bytes, records of find_records) of each."""
         list_file = {"parquet": self._parquet, "tar": self._tar, "jsonl": self._jsonl}[self.kind]
         with ThreadPoolExecutor(LISTING_THREADS) as pool:
-            return list(itertools.chain.from_iterable(pool.map(list_file, *zip(*files, strict=True))))
+            yield list(itertools.chain.from_iterable(pool.map(list_file, *zip(*files, strict=True))))
 
     def _parquet(self, name, size, records):
         columns, groups, _ = read_footer(Folder(self.folder), name)

@@ -185,6 +185,27 @@ def test_a_record_of_more_samples_than_the_tar_holds_is_told(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Many files
+
+
+@pytest.mark.ray
+def test_many_files_are_listed_in_tasks_on_ray(ray_session, tmp_path, monkeypatch, capsys):
+    for i in range(5):
+        (tmp_path / f"{i}.tar").write_bytes(make_tar([(f"{j}.txt", b"x") for j in range(i + 1)]))
+    expected = list_sources(str(tmp_path), keep=False)
+    monkeypatch.setattr(raw_data, "FILES_OF_A_TASK", 2)
+    assert list_sources(str(tmp_path), keep=False, on_ray=None) == expected
+    monkeypatch.setattr(tars, "_scan", None)  # in this process
+    assert list_sources(str(tmp_path), on_ray={"address": "local"}) == expected
+    assert [source.num_rows for source in expected] == [1, 2, 3, 4, 5] and len(list(tmp_path.glob("*.idx"))) == 5
+    assert "list: 5/5 files" in capsys.readouterr().err
+    (tmp_path / "3.tar").write_bytes(b"no tar" * 200)
+    (tmp_path / "3.tar.idx").unlink()
+    with pytest.raises(errors.CheckFailed, match=r"3\.tar is damaged"):
+        list_sources(str(tmp_path), on_ray={"address": "local"})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Places
 
 
