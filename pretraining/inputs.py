@@ -37,9 +37,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     config = "config.json of the UNet to initialize randomly; default: the configuration of the model's UNet"
     group.add_argument("--unet_config", help=config)
     group.add_argument("--init_from_pretrained", action="store_true", help="start from the weights of the model's UNet")
-    output = "folder of the trained pipeline; it appears when it is complete"
+    output = "folder, or URI, of the trained pipeline; it appears when it is complete"
     group.add_argument("--output_dir", required=True, help=output)
-    group.add_argument("--storage_path", help="folder of experiments; default: the parent folder of --output_dir")
+    storage = "folder, or URI, of experiments; default: the parent folder of --output_dir"
+    group.add_argument("--storage_path", help=storage)
     name = "name of the folder in --storage_path for checkpoints and logs; default: OUTPUT_DIR.work"
     group.add_argument("--experiment_name", help=name)
     group.add_argument("--overwrite", action="store_true", help="replace an earlier run of other settings")

@@ -1,20 +1,24 @@
 """online.py: raw data that is encoded while training."""
 
+import itertools
+
 import numpy as np
 import pytest
-from conftest import make_raw_data
+from conftest import make_raw_data, noise_png
+from raw_files import make_tar
 from tiny_models import RESOLUTION
 
 from common import errors
+from common.storage import Folder
 from pretraining.online import RawImages, make_load
 from pretraining.raw_data import list_sources
 
 
-def raw_images(folder, tiny_model, max_bad_fraction=0.25, random_crop=False):
+def raw_images(folder, tiny_model, max_bad_fraction=0.25, random_crop=False, **options):
     loader = {"resolutions": (RESOLUTION,), "random_crop": random_crop, "random_flip": False}
     loader |= {"seed": 0, "timeout": 1.0, "retries": 0}
     encoder = {"model_dir": str(tiny_model), "resolutions": (RESOLUTION,), "batch_size": 4, "mixed_precision": "no"}
-    sources = tuple(map(vars, list_sources(str(folder))))
+    sources = tuple(map(vars, list_sources(str(folder), **options)))
     return RawImages(sources, 4, loader, encoder, max_bad_fraction)
 
 
@@ -37,6 +41,19 @@ def test_random_crops_differ_by_epoch_and_not_by_piece(raw_data, tiny_model):
     crops = [next(data(piece(1, 0, 4, epoch)))["pixels_16"] for epoch in (0, 1)]
     assert not np.array_equal(*crops)
     assert np.array_equal(next(data(piece(1, 2, 4, 1)))["pixels_16"], crops[1][2:])
+
+
+def test_a_piece_of_a_tar_in_a_store_is_a_request(faulty_s3, tiny_model):
+    place = faulty_s3.uri("tars")
+    pairs = [((f"{i:03d}.png", noise_png(i)), (f"{i:03d}.txt", f"picture {i}".encode())) for i in range(10)]
+    Folder(place).write("x.tar", make_tar(itertools.chain.from_iterable(pairs)))
+    data = raw_images(place, tiny_model, indexed=True)
+    assert "x.tar.idx" in Folder(place).names("") and data.chunk_rows == (4, 4, 2)
+    (chunk,) = data(piece(1, 1, 3))  # also reads the index
+    assert chunk["captions"] == ["picture 5", "picture 6"]
+    faulty_s3.clear()
+    (chunk,) = data(piece(2, 0, 2))
+    assert chunk["captions"] == ["picture 8", "picture 9"] and len(faulty_s3.requests) == 1
 
 
 def test_other_rows_stand_in_for_a_bad_one(tmp_path, tiny_model):
