@@ -74,6 +74,8 @@ def list_sources(
     kind, names = _choose(files, only)
     if not names:
         raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
+    if all(name + INDEX in files for name in names):  # there is nothing to read
+        on_ray = None
     listed = [(name, files[name], find_records(name, files)) for name in names]
     sources = _list(Lister(folder, kind, image_column, caption_column, indexed, keep), listed, on_ray)
     if not sum(source.num_rows for source in sources):
@@ -94,7 +96,7 @@ def _choose(files, only):
     lone = [name for name in found["parquet"] if os.path.splitext(name)[0] not in stems]
     if len(lone) < len(found["parquet"]):
         if lone:
-            say(f"tars beside Parquet files of the same names hold the rows: {lone[0]} without a tar is left out")
+            say(f"tars beside Parquet files of the same names hold the rows: {lone[0]} has no tar and is left out")
         del found["parquet"]
     return next(((kind, names) for kind, names in found.items() if names), ("", []))
 

@@ -171,7 +171,7 @@ def test_parquet_without_a_tar_is_left_out_beside_the_tars_of_img2dataset(tmp_pa
     write_img2dataset(tmp_path, 2)
     write_parquet(tmp_path / "all.parquet", ["http://127.0.0.1:1/x.jpg"], ["x"])
     assert [source.name for source in list_sources(str(tmp_path))] == ["00000.tar"]
-    assert "all.parquet without a tar is left out" in capsys.readouterr().err
+    assert "all.parquet has no tar and is left out" in capsys.readouterr().err
     assert [source.name for source in list_sources(str(tmp_path / "all.parquet"))] == ["all.parquet"]
     (tmp_path / "00000.parquet").unlink()
     assert [source.name for source in list_sources(str(tmp_path))] == ["all.parquet"]
@@ -199,6 +199,9 @@ def test_many_files_are_listed_in_tasks_on_ray(ray_session, tmp_path, monkeypatc
     assert list_sources(str(tmp_path), on_ray={"address": "local"}) == expected
     assert [source.num_rows for source in expected] == [1, 2, 3, 4, 5] and len(list(tmp_path.glob("*.idx"))) == 5
     assert "list: 5/5 files" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(raw_data, "map_on_actors", None)  # with indexes there is nothing to read
+        assert list_sources(str(tmp_path), on_ray={"address": "local"}) == expected
     (tmp_path / "3.tar").write_bytes(b"no tar" * 200)
     (tmp_path / "3.tar.idx").unlink()
     with pytest.raises(errors.CheckFailed, match=r"3\.tar is damaged"):
