@@ -79,7 +79,10 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names}
     settings["encoders"] = digest_encoders(args.model_dir, family)
-    settings["input"] = folders.digest_values([{**vars(each), "folder": shown(each.folder)} for each in sources])
+    facts = [{**vars(each), "folder": shown(each.folder)} for each in sources]
+    for each in facts:
+        del each["where"]  # has a setting of its own
+    settings["input"] = folders.digest_values(facts)
     return settings, sources
 
 

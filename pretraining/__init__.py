@@ -2,6 +2,7 @@
 
 raw_data   lists Parquet files, metadata.jsonl and tars as sources, and reads their rows
 tars       samples of WebDataset tars: counts, indexes and reads them
+filters    conditions on the columns of Parquet files
 loader     fetches, decodes and crops the images of rows
 latents    encodes images and captions; opens and reads data sets of latents
 columns    Parquet columns of tensors

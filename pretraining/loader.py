@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,11 +54,19 @@ def loader_options(args: argparse.Namespace, resolutions: Sequence[int]) -> dict
 
 
 @dataclass(frozen=True)
+class Filtered:
+    """A row that a filter leaves out, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Loader:
     """Loads rows as chunks of captions and pixels; runs on CPU tasks.
 
     resolutions: side lengths in pixels of the square crops; random_crop, random_flip: drawn by (seed, epoch, row).
-    timeout: seconds for a URL; retries: further attempts after a failure.
+    timeout: seconds for a URL; retries: further attempts after a failure. min_side, max_aspect: the shortest side in
+    pixels and the largest ratio of the sides of an image that is not filtered; 0: any.
     """
 
     resolutions: tuple
@@ -66,13 +75,17 @@ class Loader:
     seed: int
     timeout: float
     retries: int
+    min_side: int = 0
+    max_aspect: float = 0.0
 
     def __call__(self, source: Source, first: int, count: int, epoch: int = 0) -> dict[str, Any]:
         """Return a chunk: up to `count` rows of a source, from row `first` on.
 
-        A chunk is {"keys", "captions", "bad": [[key, reason]], "crops": [B, 5], "pixels_256": [B, H, W, 3] uint8, ...}.
+        A chunk is {"keys", "captions", "bad": [[key, reason]], "filtered": {reason: number of rows}, "crops": [B, 5],
+        "pixels_256": [B, H, W, 3] uint8, ...}.
         A row of "crops" is the width and height of the upright image, and left, top and whether it is mirrored of
-        draw_crop. A bad row is in "bad" only. The crops depend on the number of a row in its source, not on `first`.
+        draw_crop. A bad row is in "bad" only, one that a filter leaves out is counted in "filtered" only. The crops
+        depend on the number of a row in its source, not on `first`.
         """
         return self.load(source, list(read_rows(source, first, count)), first, epoch)
 
@@ -81,11 +94,12 @@ class Loader:
         with ThreadPoolExecutor(FETCH_THREADS) as pool:
             numbers = range(first, first + len(rows))
             loaded = list(pool.map(lambda row, number: self._load(source, row, number, epoch), rows, numbers))
-        good = [(row, crops) for row, crops in zip(rows, loaded, strict=True) if not isinstance(crops, str)]
+        good = [(row, crops) for row, crops in zip(rows, loaded, strict=True) if isinstance(crops, tuple)]
         chunk: dict[str, Any] = {
             "keys": [row["key"] for row, _ in good],
             "captions": [row["caption"] for row, _ in good],
             "bad": [[row["key"], crops] for row, crops in zip(rows, loaded, strict=True) if isinstance(crops, str)],
+            "filtered": dict(Counter(crops.reason for crops in loaded if isinstance(crops, Filtered))),
             "crops": np.array([crop for _, (crop, _) in good], np.int64).reshape(-1, 5),
         }
         for i, resolution in enumerate(self.resolutions):
@@ -94,7 +108,9 @@ class Loader:
         return chunk
 
     def _load(self, source, row, number, epoch):
-        """Return (crop, [its pixels at each resolution]) of one row, or the reason why it is bad."""
+        """Return (crop, [its pixels at each resolution]) of one row, the reason why it is bad, or Filtered."""
+        if "filtered" in row:
+            return Filtered(row["filtered"])
         try:
             row["caption"].encode()  # fails unless it is a str without lone surrogates, which JSON allows
         except (AttributeError, UnicodeError):
@@ -109,12 +125,22 @@ class Loader:
             image = read_image(data)
         except BadImage as error:
             return str(error) if data is row["image"] else shown(f"{row['image']}: {error}")
+        if reason := self._size_reason(*image.size):
+            return Filtered(reason)
         number += zlib.crc32(f"{source.name}:{source.first}".encode()) << 24  # sources have crops of their own
         flags = self.random_crop, self.random_flip
         rng, *rngs = [row_rng(self.seed, CROP, epoch, number) for _ in (None, *self.resolutions)]
         pairs = zip(self.resolutions, rngs, strict=True)
         pixels = [np.asarray(crop_square(image, size, each, *flags)) for size, each in pairs]
         return (*image.size, *draw_crop(image.size, rng, *flags)), pixels
+
+    def _size_reason(self, width, height):
+        """Return why an image is filtered for its size, or None."""
+        if min(width, height) < self.min_side:
+            return f"side < {self.min_side}"
+        if self.max_aspect and max(width, height) > self.max_aspect * min(width, height):
+            return f"aspect > {self.max_aspect:g}"
+        return None
 
     def _fetch(self, source, address):
         """Return the bytes of an image at a URL, a URI, or a path relative to the source's folder."""

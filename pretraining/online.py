@@ -79,7 +79,7 @@ class RawImages:
             chunk = {
                 name: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
                 for name, values in chunk.items()
-                if name != "bad"
+                if name not in ("bad", "filtered")
             }
         yield chunk
 

@@ -18,6 +18,7 @@ from common.errors import BadInput, CheckFailed
 from common.images import READ
 from common.messages import Progress, say
 from common.storage import Folder, absolute, join, open_parquet, read_footer, split
+from pretraining.filters import check_columns, columns_of, meets
 from pretraining.tars import INDEX, STATS, count_samples, find_records, read_samples
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "url", "image_url", "image_path", "path")
@@ -32,7 +33,7 @@ class Source:
     """The location of some rows, as plain values.
 
     folder: a path or URI; name, size: the file below it, and its bytes; kind: "parquet", "jsonl" or "tar".
-    first: the number of the row group (Parquet) or of the first line (jsonl).
+    first: the number of the row group (Parquet) or of the first line (jsonl). where: a condition on the rows, or "".
     """
 
     folder: str
@@ -43,6 +44,7 @@ class Source:
     num_rows: int
     image_column: str = ""
     caption_column: str = ""
+    where: str = ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,13 +59,14 @@ def list_sources(
     indexed: bool = False,
     keep: bool = True,
     on_ray: dict[str, Any] | None = None,
+    where: str | None = None,
 ) -> list[Source]:
     """Return the Sources of a folder or file, sorted by name; only footers, headers and metadata.jsonl are read.
 
     indexed: each tar must have an index, for reads in any order. keep: write the indexes that are made beside the tars.
-    on_ray: of cli.ray_or_none; many files are listed in tasks on Ray.
+    on_ray: of cli.ray_or_none; many files are listed in tasks on Ray. where: the condition for rows of Parquet files.
 
-    Raises BadInput if there are no rows, or if a Parquet file lacks a column.
+    Raises BadInput if there are no rows, if a Parquet file lacks a column, or if `where` does not fit the files.
     """
     location = absolute(location)
     found = Folder(location).kind()
@@ -74,10 +77,12 @@ def list_sources(
     kind, names = _choose(files, only)
     if not names:
         raise BadInput(f"{flag} {location} holds no .parquet or .tar file and no metadata.jsonl")
+    if where and kind != "parquet":
+        raise BadInput(f"--where is for the columns of Parquet files, {flag} {location} holds none")
     if all(name + INDEX in files for name in names):  # there is nothing to read
         on_ray = None
     listed = [(name, files[name], find_records(name, files)) for name in names]
-    sources = _list(Lister(folder, kind, image_column, caption_column, indexed, keep), listed, on_ray)
+    sources = _list(Lister(folder, kind, image_column, caption_column, indexed, keep, where or ""), listed, on_ray)
     if not sum(source.num_rows for source in sources):
         raise BadInput(f"{flag} {location} holds no rows")
     return sources
@@ -119,7 +124,7 @@ def _list(lister, files, on_ray):
 class Lister:
     """Lists files of one kind in a folder as Sources; runs on tasks.
 
-    indexed, keep: see list_sources.
+    indexed, keep, where: see list_sources.
     """
 
     folder: str
@@ -128,6 +133,7 @@ class Lister:
     caption_column: str | None
     indexed: bool
     keep: bool
+    where: str
 
     def __call__(self, files: list[tuple[str, int, dict[str, int]]]) -> Iterator[list[Source]]:
         """Yield the Sources of files, in their order; files: (name, bytes, records of find_records) of each."""
@@ -136,10 +142,15 @@ class Lister:
             yield list(itertools.chain.from_iterable(pool.map(list_file, *zip(*files, strict=True))))
 
     def _parquet(self, name, size, records):
+        place = join(self.folder, name)
         columns, groups, _ = read_footer(Folder(self.folder), name)
-        image = _pick_column(join(self.folder, name), "image", self.image_column, IMAGE_COLUMNS, columns)
-        caption = _pick_column(join(self.folder, name), "caption", self.caption_column, CAPTION_COLUMNS, columns)
-        return [Source(self.folder, name, size, "parquet", i, rows, image, caption) for i, rows in groups if rows]
+        image = _pick_column(place, "image", self.image_column, IMAGE_COLUMNS, columns)
+        caption = _pick_column(place, "caption", self.caption_column, CAPTION_COLUMNS, columns)
+        if self.where:
+            with open_parquet(Folder(self.folder), name) as parquet:
+                check_columns(self.where, parquet.schema_arrow, place)
+        facts = (image, caption, self.where)
+        return [Source(self.folder, name, size, "parquet", i, rows, *facts) for i, rows in groups if rows]
 
     def _jsonl(self, name, size, records):
         count = len(_read_lines(self.folder, name))
@@ -178,7 +189,8 @@ def _read_lines(folder, name):
 def read_rows(source: Source, first: int, count: int) -> Iterator[dict[str, Any]]:
     """Yield up to `count` rows of a source, from row `first` on, as {"key", "image", "caption"}.
 
-    image: the bytes of a file, a path, a URI, a URL or None; caption: any value, None if missing.
+    image: the bytes of a file, a path, a URI, a URL or None; caption: any value, None if missing. A row that does not
+    meet the condition of its source has neither, and "filtered": the reason.
     """
     readers = {"parquet": _parquet_rows, "tar": _tar_rows, "jsonl": _jsonl_rows}
     last = min(first + count, source.num_rows)
@@ -188,15 +200,20 @@ def read_rows(source: Source, first: int, count: int) -> Iterator[dict[str, Any]
 
 def _parquet_rows(source, first, last):
     with open_parquet(Folder(source.folder), source.name) as parquet:
-        columns, start = list(dict.fromkeys((source.image_column, source.caption_column))), 0
+        asked = columns_of(source.where) if source.where else []
+        columns, start = list(dict.fromkeys((source.image_column, source.caption_column, *asked))), 0
         for batch in parquet.iter_batches(64, row_groups=[source.first], columns=columns):
             low, high = (min(max(row - start, 0), len(batch)) for row in (first, last))
-            for row in batch.slice(low, max(high - low, 0)).to_pylist():
+            batch, start = batch.slice(low, max(high - low, 0)), start + len(batch)
+            met = meets(source.where, batch, source.name) if asked else itertools.repeat(True)
+            for row, is_met in zip(batch.to_pylist(), met, strict=False):
+                if not is_met:
+                    yield {"image": None, "caption": None, "filtered": "--where"}
+                    continue
                 image = row[source.image_column]
                 if isinstance(image, dict):  # the Image feature of Hugging Face datasets
                     image = image.get("bytes") or image.get("path")
                 yield {"image": image, "caption": row[source.caption_column]}
-            start += len(batch)
             if start >= last:
                 return
 
