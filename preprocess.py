@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -29,15 +30,14 @@ from common.uris import shown
 from pipelines.configs import base_name, base_revision, check_resolution
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline
+from pretraining.filters import add_filter_flags, chosen_filters
 from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
 from pretraining.loader import Loader, add_raw_data_flags, loader_options
-from pretraining.parts import PartWriter, load_chunks, missing_parts, written_parts
+from pretraining.parts import Parts, PartWriter, load_chunks, missing_parts, written_parts
 from pretraining.raw_data import Source, list_sources
 
 BAD_ROWS = "bad_rows.jsonl"
 EARLY = 1000  # rows after which a run with too many bad rows fails without waiting for the end
-
-Parts = dict[str, tuple[int, list[list[str]]]]  # {name: (number of good rows, [[key, reason] of each bad row])}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,7 +47,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--input", required=True, help="folder, file or URI of the images and captions")
     group.add_argument("--output_dir", required=True, help="folder or URI to write the latents to")
     group.add_argument("--overwrite", action="store_true", help="replace a data set that has other settings")
-    add_raw_data_flags(parser.add_argument_group("raw data"))
+    group = parser.add_argument_group("raw data")
+    add_raw_data_flags(group)
+    add_filter_flags(group)
 
     group = parser.add_argument_group("encoding")
     group.add_argument("--model_dir", required=True, help="folder of the model whose VAE and text encoders are used")
@@ -74,10 +76,10 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source
     args.resolutions = args.resolutions or [sizes.resolution]
     for resolution in args.resolutions:
         check_resolution(args.model_dir, "--resolutions", resolution, sizes.multiple)
-    options = {"keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
+    options = {"keep": not args.dry_run, "on_ray": cli.ray_or_none(args), "where": args.where}
     sources = list_sources(args.input, args.image_column, args.caption_column, **options)
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
-    settings = {name: getattr(args, name) for name in names}
+    settings = {name: getattr(args, name) for name in names} | chosen_filters(args)
     settings["encoders"] = digest_encoders(args.model_dir, family)
     facts = [{**vars(each), "folder": shown(each.folder)} for each in sources]
     for each in facts:
@@ -156,17 +158,20 @@ def begin(folder: Folder, settings: dict[str, Any], overwrite: bool) -> None:
             path.unlink()
 
 
-def count_rows(parts: Parts) -> tuple[int, list[list[str]]]:
-    """Return (number of good rows, [[key, reason] of each bad row]) of all parts, in their order."""
-    return sum(rows for rows, _ in parts.values()), [row for _, bad in parts.values() for row in bad]
+def count_rows(parts: Parts) -> tuple[int, list[list[str]], Counter[str]]:
+    """Return (number of good rows, [[key, reason] of each bad row], number of filtered rows by reason) of all parts."""
+    filtered: Counter[str] = Counter()
+    for _, _, reasons in parts.values():
+        filtered.update(reasons)
+    return sum(rows for rows, _, _ in parts.values()), [row for _, bad, _ in parts.values() for row in bad], filtered
 
 
 def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Source]) -> Parts:
     """Write the missing parts; return all parts, sorted by name."""
     parts = written_parts(folder)
-    good, bad = count_rows(parts)
-    total = sum(source.num_rows for source in sources)
-    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - good - len(bad))
+    good, bad, filtered = count_rows(parts)
+    total, done = sum(source.num_rows for source in sources), good + len(bad) + filtered.total()
+    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - done)
     check_model(args.model_dir)
     options = {
         "output_dir": folder.location,
@@ -179,11 +184,11 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
     loader = Loader(**loader_options(args, args.resolutions))
     prepare = partial(load_chunks, loader=loader, rows_per_file=args.rows_per_file)
     results = map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
-    with Progress("preprocess", total, "rows", initial=good + len(bad)) as progress:
+    with Progress("preprocess", total, "rows", initial=done) as progress:
         for result in results:
-            parts[result["name"]] = (result["rows"], result["bad"])
+            parts[result["name"]] = (result["rows"], result["bad"], result["filtered"])
             good, bad = good + result["rows"], bad + result["bad"]
-            progress.update(result["rows"] + len(result["bad"]), bad=len(bad))
+            progress.update(result["rows"] + len(result["bad"]) + sum(result["filtered"].values()), bad=len(bad))
             if good + len(bad) >= EARLY:
                 check_bad_rows(args.input, good, bad, args.max_bad_fraction)
     return dict(sorted(parts.items()))
@@ -191,7 +196,7 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
 
 def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], parts: Parts) -> None:
     """Check the share of bad rows and write bad_rows.jsonl and metadata.json; publish a local folder."""
-    good, bad = count_rows(parts)
+    good, bad, filtered = count_rows(parts)
     check_bad_rows(args.input, good, bad, args.max_bad_fraction)
     folder.write(BAD_ROWS, "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad).encode())
     shapes = column_shapes(args.model_dir, args.resolutions)
@@ -207,6 +212,8 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
         "bad_rows": len(bad),
         "settings": settings,
     }
+    if filtered:
+        metadata["filtered_rows"] = dict(filtered)
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):
@@ -215,7 +222,15 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
         say(f"skipped {key}: {reason}")
     if bad:
         say(f"skipped {len(bad)} bad rows of {good + len(bad)}: {join(args.output_dir, BAD_ROWS)} lists them all")
-    messages.print_result(output_dir=args.output_dir, rows=good, bad_rows=len(bad))
+    for reason, count in sorted(filtered.items()):
+        say(f"filtered {count} rows: {reason}")
+    print_rows(args.output_dir, metadata)
+
+
+def print_rows(output_dir: str, metadata: dict[str, Any]) -> None:
+    """Print the result of a finished data set."""
+    names = ("rows", "bad_rows", "filtered_rows")
+    messages.print_result(output_dir=output_dir, **{name: metadata[name] for name in names if name in metadata})
 
 
 def main(args: argparse.Namespace) -> None:
@@ -232,7 +247,7 @@ def main(args: argparse.Namespace) -> None:
     metadata = read_metadata(output, args.overwrite)
     if metadata and metadata["settings"] == settings:
         say(f"{args.output_dir} is complete with {metadata['rows']} rows: nothing to do")
-        return messages.print_result(output_dir=args.output_dir, rows=metadata["rows"], bad_rows=metadata["bad_rows"])
+        return print_rows(args.output_dir, metadata)
     if metadata and not args.overwrite:
         folders.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
     if args.dry_run:

@@ -15,14 +15,20 @@ if TYPE_CHECKING:
 
 
 def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray]) -> bytes:
-    """Return a chunk as the bytes of a Parquet file with one row group; the schema's metadata lists the bad rows."""
+    """Return a chunk as the bytes of a Parquet file with one row group.
+
+    The schema's metadata lists the bad rows, and counts those that filters left out.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     arrays = {"key": pa.array(chunk["keys"], pa.string()), "caption": pa.array(chunk["captions"], pa.string())}
     for name, values in columns.items():
         arrays[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))
-    table = pa.table(arrays).replace_schema_metadata({"bad_rows": json.dumps(chunk["bad"])})
+    notes = {"bad_rows": json.dumps(chunk["bad"])}
+    if chunk.get("filtered"):
+        notes["filtered_rows"] = json.dumps(chunk["filtered"])
+    table = pa.table(arrays).replace_schema_metadata(notes)
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression="zstd", row_group_size=max(1, len(table)), write_page_checksum=True)
     return buffer.getvalue().to_pybytes()

@@ -11,6 +11,7 @@ import ast
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from common import cli
 from common.errors import BadInput
 
 if TYPE_CHECKING:
@@ -24,7 +25,26 @@ COMPARISONS = {  # {node: function of pyarrow.compute}
     ast.Eq: "equal",
     ast.NotEq: "not_equal",
 }
+FILTERS = ("where", "min_side", "max_aspect")  # the flags
 OTHERS = (ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.Name, ast.Load)
+
+
+def add_filter_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that leave rows out; such rows are not bad."""
+    where = (
+        "condition on the columns of Parquet files, such as 'aesthetic >= 5 and punsafe < 0.1'; other rows are left "
+    )
+    where += "out"
+    group.add_argument("--where", type=condition, help=where)
+    side = "shortest side in pixels of the images to encode; smaller images are left out"
+    group.add_argument("--min_side", type=cli.positive_int, help=side)
+    aspect = "largest ratio of the longer to the shorter side of the images to encode; others are left out"
+    group.add_argument("--max_aspect", type=cli.positive_float, help=aspect)
+
+
+def chosen_filters(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags of add_filter_flags that were passed, which decide the rows of a data set."""
+    return {name: getattr(args, name) for name in FILTERS if getattr(args, name) is not None}
 
 
 def condition(text: str) -> str:

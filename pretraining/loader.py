@@ -50,6 +50,7 @@ def add_raw_data_flags(group: argparse._ArgumentGroup) -> None:
 def loader_options(args: argparse.Namespace, resolutions: Sequence[int]) -> dict[str, Any]:
     """Return the options of a Loader that the flags ask for."""
     options = {name: getattr(args, name) for name in ("random_flip", "seed", "timeout", "retries")}
+    options |= {name: getattr(args, name) for name in ("min_side", "max_aspect") if getattr(args, name, None)}
     return {"resolutions": tuple(resolutions), "random_crop": args.crop == "random", **options}
 
 

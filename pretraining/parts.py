@@ -1,6 +1,7 @@
 """The parts of a data set of latents: one Parquet file per chunk of `rows_per_file` rows of a source."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,11 +9,14 @@ from functools import partial
 from typing import Any
 
 from common.folders import check_on_node
-from common.storage import Folder, is_remote, read_footer
+from common.storage import Folder, is_remote, open_parquet
 from pretraining.columns import to_parquet
 from pretraining.latents import FOOTER_THREADS, LatentEncoder
 from pretraining.loader import Loader
 from pretraining.raw_data import Source, read_rows
+
+# {name: (number of good rows, [key, reason] of each bad row, {reason: number of rows that filters left out})}
+Parts = dict[str, tuple[int, list[list[str]], dict[str, int]]]
 
 
 def part_name(source_number: int, chunk_number: int) -> str:
@@ -20,12 +24,18 @@ def part_name(source_number: int, chunk_number: int) -> str:
     return f"part-{source_number:06d}-{chunk_number:04d}.parquet"
 
 
-def written_parts(folder: Folder) -> dict[str, tuple[int, list[list[str]]]]:
-    """Return {name: (number of good rows, [[key, reason] of each bad row])} of the parts in a folder."""
+def written_parts(folder: Folder) -> Parts:
+    """Return the Parts in a folder."""
     names = [name for name in folder.names(".parquet") if re.fullmatch(r"part-\d{6,}-\d{4,}\.parquet", name)]
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        footers = pool.map(partial(read_footer, folder), names)
-    return {name: (sum(rows for _, rows in groups), bad) for name, (_, groups, bad) in zip(names, footers, strict=True)}
+        return dict(zip(names, pool.map(partial(_read_notes, folder), names), strict=True))
+
+
+def _read_notes(folder: Folder, name: str) -> tuple[int, list[list[str]], dict[str, int]]:
+    with open_parquet(folder, name) as parquet:
+        notes = parquet.schema_arrow.metadata or {}
+        bad, filtered = (json.loads(notes.get(note, "[]")) for note in (b"bad_rows", b"filtered_rows"))
+        return parquet.metadata.num_rows, bad, dict(filtered)
 
 
 def missing_parts(sources: list[Source], written: dict[str, Any], rows_per_file: int) -> list[dict[str, Any]]:
@@ -71,7 +81,8 @@ class PartWriter:
         self.encoder, self.folder = LatentEncoder(**encoder_options), Folder(output_dir)
 
     def __call__(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Write a chunk, whole or not at all, and return {"name", "rows", "bad"}."""
+        """Write a chunk, whole or not at all, and return {"name", "rows", "bad", "filtered"}."""
         columns = self.encoder(chunk) if chunk["keys"] else {}
         self.folder.write(chunk["name"], to_parquet(chunk, columns))
-        return {"name": chunk["name"], "rows": len(chunk["keys"]), "bad": chunk["bad"]}
+        notes = {name: chunk[name] for name in ("name", "bad", "filtered")}
+        return {"rows": len(chunk["keys"]), **notes}

@@ -206,6 +206,34 @@ def test_random_crops_come_from_the_seed(encode, tmp_path):
 # Bad rows
 
 
+def test_filtered_rows_are_counted_by_reason_and_apart_from_bad_ones(encode, stop_at, tmp_path):
+    """Also those that an earlier run left out; the settings have the filters that were passed alone."""
+    source = make_data(tmp_path / "data", bad=[9])
+    table = pq.read_table(source / "x.parquet")
+    images = [noise_png(0, 40, 17) if row == 7 else image for row, image in enumerate(table["image"].to_pylist())]
+    table = pa.table({"image": images, "caption": table["caption"], "score": list(range(10))})
+    pq.write_table(table, source / "x.parquet")
+    limits = ("--min_side", "18", "--max_aspect", "2", "--max_bad_fraction", "0.2")
+    flags = ("--where", "score >= 3 and score != 5", *limits)
+    stop_at(1)
+    with pytest.raises(errors.OutOfResource):
+        encode(*flags, source=source)
+    stop_at()
+    result = encode(*flags, source=source)
+    filtered = {"--where": 4, "side < 18": 1}
+    assert (result["rows"], result["bad_rows"], result["filtered_rows"]) == (4, 1, filtered)
+    assert list(read_parts(tmp_path / "out")["key"]) == [f"x.parquet:0:{row}" for row in (3, 4, 6, 8)]
+    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    assert metadata["filtered_rows"] == filtered and metadata["settings"]["where"] == flags[1]
+    assert encode(*flags, source=source) == result
+    with pytest.raises(errors.BadInput, match=r"where was 'score >= 3 and score != 5', now 'score > 3'"):
+        encode("--where", "score > 3", *limits, source=source)
+    plain = encode("--max_bad_fraction", "0.2", source=source, folder=tmp_path / "plain")
+    assert plain.keys() == {"output_dir", "rows", "bad_rows"} and plain["rows"] == 9
+    settings = json.loads((tmp_path / "plain" / "metadata.json").read_text())["settings"]
+    assert not settings.keys() & {"where", "min_side", "max_aspect"}
+
+
 def test_one_bad_row_in_a_hundred_is_listed_and_left_out(encode, tmp_path):
     result = encode("--rows_per_file", 64, source=make_data(tmp_path / "data", bad=[70], count=100))
     assert (result["rows"], result["bad_rows"]) == (99, 1)

@@ -19,10 +19,11 @@ def test_names_sort_in_the_order_of_the_rows():
 
 def test_only_parts_are_written_parts(tmp_path):
     folder = Folder(tmp_path)
-    chunk = {"keys": ["a:0"], "captions": ["one"], "bad": [["a:1", "no image"]]}
+    chunk = {"keys": ["a:0"], "captions": ["one"], "bad": [["a:1", "no image"]], "filtered": {"side < 9": 2}}
     for name in (part_name(0, 1), part_name(0, 0), "other.parquet"):
         folder.write(name, to_parquet(chunk, {}))
-    assert list(written_parts(folder).items()) == [(part_name(0, i), (1, [["a:1", "no image"]])) for i in range(2)]
+    notes = (1, [["a:1", "no image"]], {"side < 9": 2})
+    assert list(written_parts(folder).items()) == [(part_name(0, i), notes) for i in range(2)]
 
 
 def test_missing_parts_name_those_that_are_written(tmp_path):
