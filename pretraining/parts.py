@@ -43,7 +43,6 @@ def load_chunks(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Ite
     """Yield the chunks of a source that are not written, each as returned by Loader, with the "name" of its part.
 
     item: {"source": a Source as a dict, "number": its number, "done": names of the parts that are written}.
-    Adjacent chunks are read in one pass.
     """
     source = Source(**item["source"])
     missing = [
@@ -51,12 +50,18 @@ def load_chunks(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Ite
         for chunk in range(-(-source.num_rows // rows_per_file))
         if part_name(item["number"], chunk) not in item["done"]
     ]
-    for _, adjacent in itertools.groupby(enumerate(missing), key=lambda pair: pair[1] - pair[0]):
-        chunks = [chunk for _, chunk in adjacent]
-        rows = read_rows(source, chunks[0] * rows_per_file, len(chunks) * rows_per_file)
-        for chunk in chunks:
-            some = list(itertools.islice(rows, rows_per_file))
-            yield {"name": part_name(item["number"], chunk), **loader.load(source, some, chunk * rows_per_file)}
+    chunks = loader.load_all(source, _batches(source, missing, rows_per_file))
+    for chunk, loaded in zip(missing, chunks, strict=True):
+        yield {"name": part_name(item["number"], chunk), **loaded}
+
+
+def _batches(source: Source, chunks: list[int], rows_per_file: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield (number of its first row, its rows) of each chunk; adjacent chunks are read in one pass."""
+    for _, adjacent in itertools.groupby(enumerate(chunks), key=lambda pair: pair[1] - pair[0]):
+        some = [chunk for _, chunk in adjacent]
+        rows = read_rows(source, some[0] * rows_per_file, len(some) * rows_per_file)
+        for chunk in some:
+            yield chunk * rows_per_file, list(itertools.islice(rows, rows_per_file))
 
 
 class PartWriter:
