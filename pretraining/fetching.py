@@ -27,7 +27,10 @@ HEADERS = {"User-Agent": "ray-dreambooth", "Accept-Encoding": "identity"}
 
 
 class Later(BadImage):
-    """An image that cannot be fetched now, but perhaps later: a time-out, a server that is busy or away."""
+    """An image that cannot be fetched now, but perhaps later: a time-out, a server that is busy or away.
+
+    Without secrets.
+    """
 
 
 class Fetcher:

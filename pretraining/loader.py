@@ -15,12 +15,14 @@ from common.errors import BadInput
 from common.images import BadImage, crop_square, draw_crop, read_image
 from common.storage import Folder, is_remote, split
 from common.uris import shown
-from pretraining.fetching import Fetcher
+from pretraining.fetching import Fetcher, Later
 from pretraining.raw_data import Source, read_rows
 from utils import CROP, row_rng
 
 READ_THREADS = 16  # that read files and decode images
 ROWS_AHEAD = 2048  # rows whose URLs are being fetched, or whose images wait in memory for the rows before them
+
+Batch = tuple[Sequence[int], list[dict[str, Any]]]  # (numbers of rows in their source, the rows)
 
 
 def add_raw_data_flags(group: argparse._ArgumentGroup) -> None:
@@ -68,44 +70,43 @@ class Loader:
     def __call__(self, source: Source, first: int, count: int, epoch: int = 0) -> dict[str, Any]:
         """Return a chunk: up to `count` rows of a source, from row `first` on.
 
-        A chunk is {"keys", "captions", "bad": [[key, reason]], "crops": [B, 5], "pixels_256": [B, H, W, 3] uint8, ...}.
-        A row of "crops" is the width and height of the upright image, and left, top and whether it is mirrored of
-        draw_crop. A bad row is in "bad" only. The crops depend on the number of a row in its source, not on `first`.
+        A chunk is {"keys", "captions", "bad": [[key, reason]], "later": [[key, reason]], "crops": [B, 5], "pixels_256":
+        [B, H, W, 3] uint8, ...}. A row of "crops" is the width and height of the upright image, and left, top and
+        whether it is mirrored of draw_crop. A bad row is in "bad" only, one that cannot be fetched now, but perhaps
+        later, in "later" only. The crops depend on the number of a row in its source, not on `first`.
         """
         return self.load(source, list(read_rows(source, first, count)), first, epoch)
 
     def load(self, source: Source, rows: list[dict[str, Any]], first: int, epoch: int = 0) -> dict[str, Any]:
         """Return the chunk of some rows of read_rows; first: the number of rows[0] in its source."""
-        (chunk,) = self.load_all(source, [(first, rows)], epoch)
+        (chunk,) = self.load_all(source, [(range(first, first + len(rows)), rows)], epoch)
         return chunk
 
-    def load_all(
-        self, source: Source, batches: Iterable[tuple[int, list[dict[str, Any]]]], epoch: int = 0
-    ) -> Iterator[dict[str, Any]]:
-        """Yield the chunk of each (number of its first row, rows of read_rows), in order.
+    def load_all(self, source: Source, batches: Iterable[Batch], epoch: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield the chunk of each (numbers in the source, rows of read_rows), in order.
 
         While a chunk waits for its URLs, those of up to ROWS_AHEAD rows after it are fetched.
         """
         with Fetcher(self.timeout, self.retries) as fetcher:
-            pending: deque[tuple[int, list[dict[str, Any]], list[Future | None]]] = deque()
-            for first, rows in batches:
+            pending: deque[tuple[Sequence[int], list[dict[str, Any]], list[Future | None]]] = deque()
+            for numbers, rows in batches:
                 fetches = [fetcher.fetch(row["image"]) if _is_fetched(row) else None for row in rows]
-                pending.append((first, rows, fetches))
+                pending.append((numbers, rows, fetches))
                 while pending and (_is_done(pending[0][2]) or sum(len(rows) for _, rows, _ in pending) > ROWS_AHEAD):
                     yield self._finish(source, *pending.popleft(), epoch)
             while pending:
                 yield self._finish(source, *pending.popleft(), epoch)
 
-    def _finish(self, source, first, rows, fetches, epoch):
+    def _finish(self, source, numbers, rows, fetches, epoch):
         """Return the chunk of some rows; fetches: for each row the future of its URL, or None."""
         with ThreadPoolExecutor(READ_THREADS) as pool:
-            numbers = range(first, first + len(rows))
             loaded = list(pool.map(lambda *row: self._load(source, epoch, *row), rows, numbers, fetches))
-        good = [(row, crops) for row, crops in zip(rows, loaded, strict=True) if not isinstance(crops, str)]
+        good = [(row, crops) for row, crops in zip(rows, loaded, strict=True) if isinstance(crops, tuple)]
         chunk: dict[str, Any] = {
             "keys": [row["key"] for row, _ in good],
             "captions": [row["caption"] for row, _ in good],
-            "bad": [[row["key"], crops] for row, crops in zip(rows, loaded, strict=True) if isinstance(crops, str)],
+            "bad": [[row["key"], why] for row, why in zip(rows, loaded, strict=True) if isinstance(why, str)],
+            "later": [[row["key"], str(why)] for row, why in zip(rows, loaded, strict=True) if isinstance(why, Later)],
             "crops": np.array([crop for _, (crop, _) in good], np.int64).reshape(-1, 5),
         }
         for i, resolution in enumerate(self.resolutions):
@@ -114,7 +115,7 @@ class Loader:
         return chunk
 
     def _load(self, source, epoch, row, number, fetched):
-        """Return (crop, [its pixels at each resolution]) of one row, or the reason why it is bad."""
+        """Return (crop, [its pixels at each resolution]) of one row, the reason why it is bad, or Later."""
         if reason := _what_lacks(row):
             return reason
         try:
@@ -122,6 +123,8 @@ class Loader:
                 data = fetched.result()
             else:
                 data = row["image"] if isinstance(row["image"], bytes) else _read_file(source, row["image"])
+        except Later as error:
+            return error
         except BadImage as error:
             return shown(str(error))
         try:

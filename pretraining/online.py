@@ -64,7 +64,7 @@ class RawImages:
         source, count = Source(**self.sources[number]), item["last"] - item["first"]
         load = partial(Loader(**self.loader), source, epoch=item["epoch"])
         chunk = load(first + item["first"], count)
-        bad = chunk["bad"]
+        bad = chunk["bad"] + chunk["later"]
         expected = self.max_bad_fraction * count
         if not chunk["keys"]:  # a short piece of bad rows: use the rest of its chunk
             chunk = load(first, chunk_rows)
@@ -79,7 +79,7 @@ class RawImages:
             chunk = {
                 name: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
                 for name, values in chunk.items()
-                if name != "bad"
+                if name not in ("bad", "later")
             }
         yield chunk
 

@@ -1,6 +1,7 @@
 """The parts of a data set of latents: one Parquet file per chunk of `rows_per_file` rows of a source."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,11 +9,14 @@ from functools import partial
 from typing import Any
 
 from common.folders import check_on_node
-from common.storage import Folder, is_remote, read_footer
-from pretraining.columns import to_parquet
+from common.storage import Folder, is_remote, open_parquet
+from pretraining.columns import row_number, to_parquet
 from pretraining.latents import FOOTER_THREADS, LatentEncoder
-from pretraining.loader import Loader
+from pretraining.loader import Batch, Loader
 from pretraining.raw_data import Source, read_rows
+
+# {name: (number of good rows, bad rows, rows that can perhaps be fetched later)}, a row being [key, reason]
+Parts = dict[str, tuple[int, list[list[str]], list[list[str]]]]
 
 
 def part_name(source_number: int, chunk_number: int) -> str:
@@ -20,12 +24,18 @@ def part_name(source_number: int, chunk_number: int) -> str:
     return f"part-{source_number:06d}-{chunk_number:04d}.parquet"
 
 
-def written_parts(folder: Folder) -> dict[str, tuple[int, list[list[str]]]]:
-    """Return {name: (number of good rows, [[key, reason] of each bad row])} of the parts in a folder."""
+def written_parts(folder: Folder) -> Parts:
+    """Return the Parts in a folder."""
     names = [name for name in folder.names(".parquet") if re.fullmatch(r"part-\d{6,}-\d{4,}\.parquet", name)]
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        footers = pool.map(partial(read_footer, folder), names)
-    return {name: (sum(rows for _, rows in groups), bad) for name, (_, groups, bad) in zip(names, footers, strict=True)}
+        return dict(zip(names, pool.map(partial(_read_notes, folder), names), strict=True))
+
+
+def _read_notes(folder: Folder, name: str) -> tuple[int, list, list]:
+    with open_parquet(folder, name) as parquet:
+        notes = parquet.schema_arrow.metadata or {}
+        lists = [json.loads(notes.get(note, "[]")) for note in (b"bad_rows", b"later_rows")]
+        return parquet.metadata.num_rows, *lists
 
 
 def missing_parts(sources: list[Source], written: dict[str, Any], rows_per_file: int) -> list[dict[str, Any]]:
@@ -55,13 +65,40 @@ def load_chunks(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Ite
         yield {"name": part_name(item["number"], chunk), **loaded}
 
 
-def _batches(source: Source, chunks: list[int], rows_per_file: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield (number of its first row, its rows) of each chunk; adjacent chunks are read in one pass."""
+def _batches(source: Source, chunks: list[int], rows_per_file: int) -> Iterator[Batch]:
+    """Yield (numbers of its rows, its rows) of each chunk; adjacent chunks are read in one pass."""
     for _, adjacent in itertools.groupby(enumerate(chunks), key=lambda pair: pair[1] - pair[0]):
         some = [chunk for _, chunk in adjacent]
         rows = read_rows(source, some[0] * rows_per_file, len(some) * rows_per_file)
         for chunk in some:
-            yield chunk * rows_per_file, list(itertools.islice(rows, rows_per_file))
+            batch = list(itertools.islice(rows, rows_per_file))
+            yield range(chunk * rows_per_file, chunk * rows_per_file + len(batch)), batch
+
+
+def parts_to_complete(sources: list[Source], written: Parts, rows_per_file: int) -> list[dict[str, Any]]:
+    """Return the items of load_again for all sources that have a part with rows to fetch again."""
+    items = []
+    for number, source in enumerate(sources):
+        names = [part_name(number, chunk) for chunk in range(-(-source.num_rows // rows_per_file))]
+        left = {i: list(map(row_number, written[name][2])) for i, name in enumerate(names) if written[name][2]}
+        if left:
+            items.append({"source": vars(source), "number": number, "left": left})
+    return items
+
+
+def load_again(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Iterator[dict[str, Any]]:
+    """Yield chunks of the rows of a source that could not be fetched, with the "name" of their part and "is_rest".
+
+    item: {"source": a Source as a dict, "number": its number, "left": {number of a chunk: numbers of its rows}}.
+    """
+    source, left = Source(**item["source"]), item["left"]
+
+    def batches() -> Iterator[Batch]:
+        for (numbers, rows), wanted in zip(_batches(source, list(left), rows_per_file), left.values(), strict=True):
+            yield wanted, [row for number, row in zip(numbers, rows, strict=True) if number in wanted]
+
+    for chunk, loaded in zip(left, loader.load_all(source, batches()), strict=True):
+        yield {"name": part_name(item["number"], chunk), "is_rest": True, **loaded}
 
 
 class PartWriter:
@@ -76,7 +113,15 @@ class PartWriter:
         self.encoder, self.folder = LatentEncoder(**encoder_options), Folder(output_dir)
 
     def __call__(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Write a chunk, whole or not at all, and return {"name", "rows", "bad"}."""
-        columns = self.encoder(chunk) if chunk["keys"] else {}
-        self.folder.write(chunk["name"], to_parquet(chunk, columns))
-        return {"name": chunk["name"], "rows": len(chunk["keys"]), "bad": chunk["bad"]}
+        """Write a chunk, whole or not at all, and return {"name", "rows", "bad", "later"} of its part.
+
+        One of load_again is added to its part.
+        """
+        name = chunk["name"]
+        earlier = self.folder.read(name) if chunk.get("is_rest") else None
+        if earlier is None or chunk["keys"] or chunk["bad"]:
+            columns = self.encoder(chunk) if chunk["keys"] else {}
+            self.folder.write(name, to_parquet(chunk, columns, earlier))
+        if earlier is None:
+            return {"name": name, "rows": len(chunk["keys"]), "bad": chunk["bad"], "later": chunk["later"]}
+        return {"name": name, **dict(zip(("rows", "bad", "later"), _read_notes(self.folder, name), strict=True))}

@@ -25,8 +25,8 @@ def load(location, loader=None, **options):
 
 
 def reasons(chunk):
-    """{row: reason} of the bad rows."""
-    return {int(key.rpartition(":")[2]): reason for key, reason in chunk["bad"]}
+    """{row: reason} of the bad rows, also of those that can perhaps be fetched later."""
+    return {int(key.rpartition(":")[2]): reason for key, reason in chunk["bad"] + chunk["later"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
