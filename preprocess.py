@@ -32,7 +32,7 @@ from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline
 from pretraining.columns import row_number
 from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
-from pretraining.loader import Loader, add_raw_data_flags, loader_options
+from pretraining.loader import Loader, add_raw_data_flags, likely_bad, loader_options
 from pretraining.parts import (
     Parts,
     PartWriter,
@@ -131,12 +131,18 @@ def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int],
     return size
 
 
-def check_bad_rows(location: str, good: int, bad: list[list[str]], max_bad_fraction: float) -> None:
-    """Raise BadInput if the bad rows, [key, reason] each, exceed the largest share that is allowed."""
-    if len(bad) > max_bad_fraction * (good + len(bad)):
+def check_bad_rows(
+    location: str, good: int, bad: list[list[str]], max_bad_fraction: float, is_early: bool = False
+) -> None:
+    """Raise BadInput if the bad rows, [key, reason] each, exceed the largest share that is allowed.
+
+    is_early: these are not all rows, so that the share may differ by chance.
+    """
+    total = good + len(bad)
+    if len(bad) > (likely_bad(total, max_bad_fraction) if is_early else max_bad_fraction * total):
         key, reason = bad[0]
         raise BadInput(
-            f"--input {location}: {len(bad)} of {good + len(bad)} rows are bad, more than --max_bad_fraction "
+            f"--input {location}: {len(bad)} of {total} rows are bad, more than --max_bad_fraction "
             f"{max_bad_fraction:g} allows; the first is {key}: {reason}"
         )
 
@@ -197,7 +203,7 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
             good, bad, later = good + result["rows"], bad + result["bad"], later + result["later"]
             progress.update(sum(map(len, (result["bad"], result["later"])), result["rows"]), bad=len(bad))
             if good + len(bad) + len(later) >= EARLY:
-                check_bad_rows(args.input, good, bad, args.max_bad_fraction)
+                check_bad_rows(args.input, good, bad, args.max_bad_fraction, is_early=True)
                 check_reachable(args.input, good + len(bad), later, max(MOST_LATER, args.max_bad_fraction))
     return dict(sorted(parts.items()))
 

@@ -46,6 +46,15 @@ def add_raw_data_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--encoding_batch_size", type=cli.positive_int, default=16, help=batch_help)
 
 
+def likely_bad(count: int, max_bad_fraction: float) -> float:
+    """Return how many of `count` rows may be bad by chance if the largest allowed share of all rows is bad.
+
+    Four standard deviations more than the share of them, and at least one.
+    """
+    expected = max_bad_fraction * count
+    return max(1, expected + 4 * expected**0.5)
+
+
 def loader_options(args: argparse.Namespace, resolutions: Sequence[int]) -> dict[str, Any]:
     """Return the options of a Loader that the flags ask for."""
     options = {name: getattr(args, name) for name in ("random_flip", "seed", "timeout", "retries")}

@@ -12,7 +12,7 @@ import numpy as np
 from common.actors import map_on_actors
 from common.errors import BadInput
 from pretraining.latents import LatentEncoder, LatentFiles, caption_fields, image_fields
-from pretraining.loader import Loader
+from pretraining.loader import Loader, likely_bad
 from pretraining.raw_data import Source
 
 if TYPE_CHECKING:
@@ -65,11 +65,9 @@ class RawImages:
         load = partial(Loader(**self.loader), source, epoch=item["epoch"])
         chunk = load(first + item["first"], count)
         bad = chunk["bad"] + chunk["later"]
-        expected = self.max_bad_fraction * count
         if not chunk["keys"]:  # a short piece of bad rows: use the rest of its chunk
             chunk = load(first, chunk_rows)
-        limit = max(1, expected + 4 * expected**0.5)  # four standard deviations: the share varies between pieces
-        if not chunk["keys"] or len(bad) > limit:
+        if not chunk["keys"] or len(bad) > likely_bad(count, self.max_bad_fraction):
             raise BadInput(
                 f"{len(bad)} of {count} rows of {source.name} are bad, more than --max_bad_fraction "
                 f"{self.max_bad_fraction:g} allows; the first is {bad[0][0]}: {bad[0][1]}"
