@@ -11,6 +11,7 @@ import numpy as np
 
 from common.actors import map_on_actors
 from common.errors import BadInput
+from pretraining.batches import hold_out
 from pretraining.latents import LatentEncoder, LatentFiles, caption_fields, image_fields
 from pretraining.loader import Loader, likely_bad
 from pretraining.raw_data import Source
@@ -25,7 +26,8 @@ from pretraining.streams import Arrays, Load, Piece
 class RawImages:
     """Raw data that is encoded on the fly, as plain values, in the same chunks as preprocess.py writes.
 
-    sources: Sources as dicts; loader, encoder: options of Loader and LatentEncoder.
+    sources: Sources as dicts; loader, encoder: options of Loader and LatentEncoder. held_out: number of rows at the end
+    for validation.
     """
 
     sources: tuple
@@ -33,6 +35,7 @@ class RawImages:
     loader: dict
     encoder: dict
     max_bad_fraction: float
+    held_out: int = 0
 
     @cached_property
     def chunks(self) -> list[tuple[int, int, int]]:
@@ -55,8 +58,14 @@ class RawImages:
         """Number of rows in each chunk, good or bad."""
         return tuple(rows for _, _, rows in self.chunks)
 
+    @cached_property
+    def _kept_rows(self) -> tuple[int, ...]:
+        return hold_out(self.chunk_rows, self.held_out)[0]
+
     def __call__(self, item: Piece) -> Iterator[dict[str, Any]]:
         """Yield the rows of a piece as a chunk of Loader; good rows are repeated in place of bad ones.
+
+        They are of the piece, or else of its chunk, and never held out from training where the piece is not.
 
         Raises BadInput if there is no good row, or if more rows are bad than `max_bad_fraction` makes likely.
         """
@@ -66,7 +75,9 @@ class RawImages:
         chunk = load(first + item["first"], count)
         bad = chunk["bad"] + chunk["later"]
         if not chunk["keys"]:  # a short piece of bad rows: use the rest of its chunk
-            chunk = load(first, chunk_rows)
+            kept = self._kept_rows[item["chunk"]]
+            start, end = (0, kept) if item["first"] < kept else (kept, chunk_rows)
+            chunk = load(first + start, end - start)
         if not chunk["keys"] or len(bad) > likely_bad(count, self.max_bad_fraction):
             raise BadInput(
                 f"{len(bad)} of {count} rows of {source.name} are bad, more than --max_bad_fraction "

@@ -10,12 +10,12 @@ from pretraining.online import RawImages, make_load
 from pretraining.raw_data import list_sources
 
 
-def raw_images(folder, tiny_model, max_bad_fraction=0.25, random_crop=False):
+def raw_images(folder, tiny_model, max_bad_fraction=0.25, random_crop=False, held_out=0):
     loader = {"resolutions": (RESOLUTION,), "random_crop": random_crop, "random_flip": False}
     loader |= {"seed": 0, "timeout": 1.0, "retries": 0}
     encoder = {"model_dir": str(tiny_model), "resolutions": (RESOLUTION,), "batch_size": 4, "mixed_precision": "no"}
     sources = tuple(map(vars, list_sources(str(folder))))
-    return RawImages(sources, 4, loader, encoder, max_bad_fraction)
+    return RawImages(sources, 4, loader, encoder, max_bad_fraction, held_out)
 
 
 def piece(chunk, first, last, epoch=0):
@@ -49,6 +49,24 @@ def test_other_rows_stand_in_for_a_bad_one(tmp_path, tiny_model):
     assert np.array_equal(chunk["pixels_16"][0], chunk["pixels_16"][3]) and len(chunk["pixels_16"]) == 4
     (arrays,) = make_load(data, {"num_workers": 0})([piece(0, 0, 4)])
     assert {name: len(values) for name, values in arrays.items()} == {"mean": 4, "std": 4, "text_encoder.hidden": 4}
+
+
+def test_no_row_stands_in_across_the_border_to_the_held_out_rows(tmp_path, tiny_model):
+    """Of eight rows the last three are held out: the first of the second chunk is trained on."""
+    folder = make_raw_data(tmp_path / "raw", 8)
+    for name in ("05.png", "06.png"):
+        (folder / name).write_text("no image")
+    data = raw_images(folder, tiny_model, 1.0, held_out=3)
+    (chunk,) = data(piece(1, 1, 3))
+    assert [key.rpartition(":")[2] for key in chunk["keys"]] == ["7", "7"]
+    (folder / "07.png").unlink()
+    with pytest.raises(errors.BadInput, match="2 of 2 rows"):
+        list(data(piece(1, 1, 3)))  # row 4 is good, but trained on
+    (folder / "04.png").unlink()
+    make_raw_data(tmp_path / "more", 8)
+    (tmp_path / "more" / "07.png").rename(folder / "07.png")
+    with pytest.raises(errors.BadInput, match="1 of 1 rows"):
+        list(data(piece(1, 0, 1)))  # row 7 is good, but held out
 
 
 def test_too_many_bad_rows_are_bad_input(tmp_path, tiny_model):
