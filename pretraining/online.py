@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,10 @@ from pretraining.batches import hold_out
 from pretraining.latents import LatentEncoder, LatentFiles, caption_fields, image_fields
 from pretraining.loader import Loader, likely_bad
 from pretraining.raw_data import Source
-
-if TYPE_CHECKING:
-    pass
-
 from pretraining.streams import Arrays, Load, Piece
+
+# What fingerprints hold in place of the flags: the defaults, which the fingerprints of earlier runs hold.
+PATIENCE = {"timeout": 10, "retries": 2}
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,10 @@ class RawImages:
 
     @property
     def fingerprint(self) -> list:
-        """Values that determine the rows, whatever the location."""
+        """Values that determine the rows, whatever the location and the patience with servers."""
         facts = ("name", "size", "first", "num_rows", "image_column", "caption_column")
-        return [[source[fact] for fact in facts] for source in self.sources] + [self.rows_per_chunk, self.loader]
+        loader = {**self.loader, **PATIENCE}
+        return [[source[fact] for fact in facts] for source in self.sources] + [self.rows_per_chunk, loader]
 
     @property
     def chunk_rows(self) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """online.py: raw data that is encoded while training."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from conftest import make_raw_data
@@ -30,6 +32,14 @@ def test_raw_data_comes_in_the_chunks_that_preprocess_writes(raw_data, tiny_mode
     assert chunk["captions"] == ["picture 0", "picture 1"] and chunk["pixels_16"].shape == (2, 16, 16, 3)
     (whole,) = data(piece(1, 0, 4))
     assert np.array_equal(whole["pixels_16"][1:3], chunk["pixels_16"])
+
+
+def test_the_patience_with_servers_is_no_other_data(raw_data, tiny_model):
+    data = raw_images(raw_data, tiny_model)
+    patient, other = ({**data.loader, **values} for values in ({"timeout": 60.0, "retries": 9}, {"seed": 1}))
+    assert dataclasses.replace(data, loader=patient).fingerprint == data.fingerprint
+    assert dataclasses.replace(data, loader=other).fingerprint != data.fingerprint
+    assert data.fingerprint[-1] == {**data.loader, "timeout": 10, "retries": 2}  # as runs recorded it before
 
 
 def test_random_crops_differ_by_epoch_and_not_by_piece(raw_data, tiny_model):
