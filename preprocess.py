@@ -25,6 +25,7 @@ from common.actors import map_on_actors
 from common.errors import BadInput, TryAgain
 from common.messages import Progress, say
 from common.objects import local_copy
+from common.outages import working
 from common.storage import Folder, is_remote, join
 from common.uris import shown
 from pipelines.configs import base_name, base_revision, check_resolution
@@ -290,7 +291,7 @@ def main(args: argparse.Namespace) -> None:
         check_model(args.model_dir)
         return messages.print_result(dry_run=True, settings=settings, rows=rows, disk_bytes=size)
     work_dir = f"{args.output_dir}.work"
-    with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK):
+    with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK), working():
         folder = output if remote else Folder(f"{work_dir}/parts")
         begin(folder, settings, args.overwrite)
         parts = fetch_again(args, folder, sources, encode_missing(args, folder, sources))

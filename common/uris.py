@@ -7,7 +7,7 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import BadInput, TryAgain, one_line
+from common.errors import Away, BadInput, one_line
 
 STATUS = re.compile(r"status code: ((\d{3})[^:]*)")
 CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -106,9 +106,9 @@ def refused(uri: str, reason: str) -> BadInput:
     return BadInput(f"{uri} refuses access ({reason}): {remedy}")
 
 
-def away(uri: str, reason: str) -> TryAgain:
+def away(uri: str, reason: str) -> Away:
     """Return the error for a store that does not answer."""
-    return TryAgain(f"{uri} does not answer ({reason}): try again later or check the address")
+    return Away(f"{uri} does not answer ({reason}): try again later or check the address")
 
 
 def convert_error(uri: str, error: Exception, conditional: bool) -> Exception:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from common.actors import map_on_actors
-from common.errors import BadInput
+from common.errors import Away, BadInput
+from common.outages import patient
 from pretraining.batches import hold_out
 from pretraining.latents import LatentEncoder, LatentFiles, caption_fields, image_fields
 from pretraining.loader import Loader, likely_bad
@@ -67,18 +68,28 @@ class RawImages:
 
         They are of the piece, or else of its chunk, and never held out from training where the piece is not.
 
-        Raises BadInput if there is no good row, or if more rows are bad than `max_bad_fraction` makes likely.
+        Raises BadInput if there is no good row, or if more rows are bad than `max_bad_fraction` makes likely; Away if
+        some of these are rows that cannot be fetched now.
         """
+        yield patient(self._load)(item)
+
+    def _load(self, item):
         number, first, chunk_rows = self.chunks[item["chunk"]]
         source, count = Source(**self.sources[number]), item["last"] - item["first"]
         load = partial(Loader(**self.loader), source, epoch=item["epoch"])
         chunk = load(first + item["first"], count)
-        bad = chunk["bad"] + chunk["later"]
+        bad, later = chunk["bad"] + chunk["later"], chunk["later"]
         if not chunk["keys"]:  # a short piece of bad rows: use the rest of its chunk
             kept = self._kept_rows[item["chunk"]]
             start, end = (0, kept) if item["first"] < kept else (kept, chunk_rows)
             chunk = load(first + start, end - start)
         if not chunk["keys"] or len(bad) > likely_bad(count, self.max_bad_fraction):
+            if later:
+                key, reason = later[0]
+                raise Away(
+                    f"--data: {len(later)} of {count} rows of {source.name} cannot be fetched now; the first is {key}: "
+                    f"{reason}: try again later or pass a larger --max_bad_fraction"
+                )
             raise BadInput(
                 f"{len(bad)} of {count} rows of {source.name} are bad, more than --max_bad_fraction "
                 f"{self.max_bad_fraction:g} allows; the first is {bad[0][0]}: {bad[0][1]}"
@@ -90,7 +101,7 @@ class RawImages:
                 for name, values in chunk.items()
                 if name not in ("bad", "later")
             }
-        yield chunk
+        return chunk
 
 
 class PieceEncoder:

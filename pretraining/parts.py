@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from common.folders import check_on_node
+from common.outages import patient
 from common.storage import Folder, is_remote, open_parquet
 from pretraining.columns import row_number, to_parquet
 from pretraining.latents import FOOTER_THREADS, LatentEncoder
@@ -69,10 +70,27 @@ def _batches(source: Source, chunks: list[int], rows_per_file: int) -> Iterator[
     """Yield (numbers of its rows, its rows) of each chunk; adjacent chunks are read in one pass."""
     for _, adjacent in itertools.groupby(enumerate(chunks), key=lambda pair: pair[1] - pair[0]):
         some = [chunk for _, chunk in adjacent]
-        rows = read_rows(source, some[0] * rows_per_file, len(some) * rows_per_file)
-        for chunk in some:
-            batch = list(itertools.islice(rows, rows_per_file))
-            yield range(chunk * rows_per_file, chunk * rows_per_file + len(batch)), batch
+        read = _Reader(source, some[-1] * rows_per_file + rows_per_file).read
+        for first in (chunk * rows_per_file for chunk in some):
+            rows = read(first, rows_per_file)
+            yield range(first, first + len(rows)), rows
+
+
+class _Reader:
+    """Reads rows of a source one after the other, up to row `end`; begins anew where a store did not answer."""
+
+    def __init__(self, source: Source, end: int) -> None:
+        self.source, self.end = source, end
+        self.rows: Iterator[dict[str, Any]] | None = None
+
+    @patient
+    def read(self, first: int, count: int) -> list[dict[str, Any]]:
+        """Return `count` rows from row `first` on, the one after the last that was read."""
+        rows = self.rows or read_rows(self.source, first, self.end - first)
+        self.rows = None
+        some = list(itertools.islice(rows, count))
+        self.rows = rows
+        return some
 
 
 def parts_to_complete(sources: list[Source], written: Parts, rows_per_file: int) -> list[dict[str, Any]]:

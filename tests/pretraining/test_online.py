@@ -1,13 +1,15 @@
 """online.py: raw data that is encoded while training."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
 from conftest import make_raw_data
+from raw_files import write_parquet
 from tiny_models import RESOLUTION
 
-from common import errors
+from common import errors, outages
 from pretraining.online import RawImages, make_load
 from pretraining.raw_data import list_sources
 
@@ -59,6 +61,19 @@ def test_other_rows_stand_in_for_a_bad_one(tmp_path, tiny_model):
     assert np.array_equal(chunk["pixels_16"][0], chunk["pixels_16"][3]) and len(chunk["pixels_16"]) == 4
     (arrays,) = make_load(data, {"num_workers": 0})([piece(0, 0, 4)])
     assert {name: len(values) for name, values in arrays.items()} == {"mean": 4, "std": 4, "text_encoder.hidden": 4}
+
+
+def test_servers_that_are_away_are_waited_for(web, tmp_path, tiny_model, monkeypatch):
+    monkeypatch.setattr(outages, "FIRST_PAUSE", 0.05)
+    write_parquet(tmp_path / "x.parquet", [f"{web.address}/good/{row}" for row in range(4)], ["x"] * 4)
+    data = raw_images(tmp_path, tiny_model)
+    web.down["good"] = "503"
+    with pytest.raises(errors.Away, match=r"4 of 4 rows of x\.parquet cannot be fetched now; .*HTTP 503: try again"):
+        list(data(piece(0, 0, 4)))
+    threading.Timer(0.3, web.down.clear).start()
+    with outages.working():
+        (chunk,) = data(piece(0, 0, 4))
+    assert len(chunk["keys"]) == 4 and len(set(chunk["keys"])) == 4
 
 
 def test_no_row_stands_in_across_the_border_to_the_held_out_rows(tmp_path, tiny_model):
