@@ -18,6 +18,7 @@ from common.messages import listen, say
 from common.no_gc import no_gc
 from common.nodes import Waiting, default_workers, describe, say_what_lacks, share_resources
 from common.objects import uris_in_errors
+from common.outages import working
 
 LOOK_EVERY = 1.0  # seconds between two looks at the actors' signs of life
 MOST_BLOCKS = 10_000  # of the items of a dataset: Ray needs a millisecond and some kilobytes of the driver for each
@@ -172,7 +173,7 @@ def _as_it_is(item):
 def _attempt(function, *arguments, **options):
     """Return a function's result, or its exception as a ToolError: Ray Data forwards only the text of exceptions."""
     try:
-        with uris_in_errors():
+        with uris_in_errors(), working():
             return function(*arguments, **options)
     except Exception as error:
         known = as_tool_error(error) or Fault(describe_error(error)[1])

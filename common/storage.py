@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from common import stores, uris
 from common.errors import CheckFailed, ToolError
 from common.folders import write_bytes
+from common.outages import patient
 
 if TYPE_CHECKING:
     import pyarrow.fs
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT, REQUEST_TIMEOUT, ATTEMPTS = 5, 10, 3  # seconds, seconds, attempts before a store is unavailable
 READ_AHEAD = 32 << 20  # bytes of one request when an object is read from front to back
 STORE_SPOKE = re.compile(r"AWS Error|google::cloud|curlCode")
-STORE_IS_AWAY = re.compile(r"NETWORK_CONNECTION|UNAVAILABLE|TIMEOUT|SLOW_DOWN|INTERNAL_FAILURE|curlCode")
+STORE_IS_AWAY = re.compile(
+    r"NETWORK_CONNECTION|UNAVAILABLE|TIMEOUT|SLOW_DOWN|INTERNAL_FAILURE|curlCode|HTTP status (5\d\d|429)"
+)
 
 
 def is_remote(location: str | Path) -> bool:
@@ -81,6 +84,7 @@ class Folder:
             names = {info.path[len(self.path) + 1 :]: info.size for info in found if info.is_file}
         return {name: names[name] for name in sorted(names) if name.lower().endswith(suffixes) and name[0] != "."}
 
+    @patient
     def kind(self) -> str | None:
         """Return "file" or "folder", or None if the location does not exist."""
         from pyarrow.fs import FileType
@@ -89,11 +93,13 @@ class Folder:
             found = self.filesystem.get_file_info(self.path).type
         return {FileType.File: "file", FileType.Directory: "folder"}.get(found)
 
+    @patient
     def open(self, name: str = "") -> "pyarrow.NativeFile":
         """Open a file for random-access reading."""
         with self._told():
             return self.filesystem.open_input_file(self._full(name))
 
+    @patient
     def read(self, name: str = "") -> bytes | None:
         """Return the content of a file, or None if it is missing."""
         if name and is_remote(self.location):

@@ -61,4 +61,5 @@ def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:
     encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
     encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
     loader = loader_options(args, (args.resolution,))
-    return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, args.max_bad_fraction)
+    limits = args.max_bad_fraction, args.num_validation_rows
+    return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, *limits)
