@@ -14,30 +14,43 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import cli, folders, messages
 from common.actors import map_on_actors
-from common.errors import BadInput
+from common.errors import BadInput, TryAgain
 from common.messages import Progress, say
 from common.objects import local_copy
+from common.outages import working
 from common.storage import Folder, is_remote, join
 from common.uris import shown
 from pipelines.configs import base_name, base_revision, check_resolution
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline
+from pretraining.columns import row_number
+from pretraining.filters import add_filter_flags, chosen_filters
 from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
-from pretraining.loader import Loader, add_raw_data_flags, loader_options
-from pretraining.parts import PartWriter, load_chunks, missing_parts, written_parts
+from pretraining.loader import Loader, add_raw_data_flags, likely_bad, loader_options
+from pretraining.parts import (
+    Parts,
+    PartWriter,
+    load_again,
+    load_chunks,
+    missing_parts,
+    parts_to_complete,
+    written_parts,
+)
 from pretraining.raw_data import Source, list_sources
 
 BAD_ROWS = "bad_rows.jsonl"
 EARLY = 1000  # rows after which a run with too many bad rows fails without waiting for the end
-
-Parts = dict[str, tuple[int, list[list[str]]]]  # {name: (number of good rows, [[key, reason] of each bad row])}
+MOST_LATER = 0.5  # share of rows that cannot be fetched, above which the network or a server is taken to be away
+AGAIN_AFTER = (5.0, 30.0)  # seconds before each further attempt at the rows that could not be fetched
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,7 +60,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--input", required=True, help="folder, file or URI of the images and captions")
     group.add_argument("--output_dir", required=True, help="folder or URI to write the latents to")
     group.add_argument("--overwrite", action="store_true", help="replace a data set that has other settings")
-    add_raw_data_flags(parser.add_argument_group("raw data"))
+    group = parser.add_argument_group("raw data")
+    add_raw_data_flags(group)
+    add_filter_flags(group)
 
     group = parser.add_argument_group("encoding")
     group.add_argument("--model_dir", required=True, help="folder of the model whose VAE and text encoders are used")
@@ -74,11 +89,15 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source
     args.resolutions = args.resolutions or [sizes.resolution]
     for resolution in args.resolutions:
         check_resolution(args.model_dir, "--resolutions", resolution, sizes.multiple)
-    sources = list_sources(args.input, args.image_column, args.caption_column)
+    options = {"keep": not args.dry_run, "on_ray": cli.ray_or_none(args), "where": args.where}
+    sources = list_sources(args.input, args.image_column, args.caption_column, **options)
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
-    settings = {name: getattr(args, name) for name in names}
+    settings = {name: getattr(args, name) for name in names} | chosen_filters(args)
     settings["encoders"] = digest_encoders(args.model_dir, family)
-    settings["input"] = folders.digest_values([{**vars(each), "folder": shown(each.folder)} for each in sources])
+    facts = [{**vars(each), "folder": shown(each.folder)} for each in sources]
+    for each in facts:
+        del each["where"]  # has a setting of its own
+    settings["input"] = folders.digest_values(facts)
     return settings, sources
 
 
@@ -121,13 +140,29 @@ def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int],
     return size
 
 
-def check_bad_rows(location: str, good: int, bad: list[list[str]], max_bad_fraction: float) -> None:
-    """Raise BadInput if the bad rows, [key, reason] each, exceed the largest share that is allowed."""
-    if len(bad) > max_bad_fraction * (good + len(bad)):
+def check_bad_rows(
+    location: str, good: int, bad: list[list[str]], max_bad_fraction: float, is_early: bool = False
+) -> None:
+    """Raise BadInput if the bad rows, [key, reason] each, exceed the largest share that is allowed.
+
+    is_early: these are not all rows, so that the share may differ by chance.
+    """
+    total = good + len(bad)
+    if len(bad) > (likely_bad(total, max_bad_fraction) if is_early else max_bad_fraction * total):
         key, reason = bad[0]
         raise BadInput(
-            f"--input {location}: {len(bad)} of {good + len(bad)} rows are bad, more than --max_bad_fraction "
+            f"--input {location}: {len(bad)} of {total} rows are bad, more than --max_bad_fraction "
             f"{max_bad_fraction:g} allows; the first is {key}: {reason}"
+        )
+
+
+def check_reachable(location: str, settled: int, later: list[list[str]], most: float) -> None:
+    """Raise TryAgain if a larger share of the rows than `most` could not be fetched; settled: number of the others."""
+    if len(later) > most * (settled + len(later)):
+        (key, reason), total = later[0], settled + len(later)
+        raise TryAgain(
+            f"--input {location}: {len(later)} of {total} rows cannot be fetched now; the first is {key}: {reason}: "
+            f"run the same command again when the servers answer, or pass a larger --max_bad_fraction"
         )
 
 
@@ -152,18 +187,61 @@ def begin(folder: Folder, settings: dict[str, Any], overwrite: bool) -> None:
             path.unlink()
 
 
-def count_rows(parts: Parts) -> tuple[int, list[list[str]]]:
-    """Return (number of good rows, [[key, reason] of each bad row]) of all parts, in their order."""
-    return sum(rows for rows, _ in parts.values()), [row for _, bad in parts.values() for row in bad]
+def count_rows(parts: Parts) -> tuple[int, list[list[str]], list[list[str]], Counter[str]]:
+    """Return (number of good rows, bad rows, rows that could not be fetched, filtered rows by reason) of all parts."""
+    good, bad, later, filtered = zip(*parts.values(), strict=True) if parts else ((), (), (), ())
+    counts: Counter[str] = Counter()
+    for reasons in filtered:
+        counts.update(reasons)
+    return sum(good), [row for rows in bad for row in rows], [row for rows in later for row in rows], counts
+
+
+def all_bad(bad: list[list[str]], later: list[list[str]]) -> list[list[str]]:
+    """Return the bad rows of a part with those that could not be fetched, in the order of their numbers."""
+    return sorted([*bad, *([key, f"{reason}, also when tried again"] for key, reason in later)], key=row_number)
 
 
 def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Source]) -> Parts:
     """Write the missing parts; return all parts, sorted by name."""
     parts = written_parts(folder)
-    good, bad = count_rows(parts)
+    good, bad, later, filtered = count_rows(parts)
     total = sum(source.num_rows for source in sources)
-    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - good - len(bad))
+    done = good + len(bad) + len(later) + filtered.total()
+    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - done)
     check_model(args.model_dir)
+    items = missing_parts(sources, parts, args.rows_per_file)
+    with Progress("preprocess", total, "rows", initial=done) as progress:
+        for result in write_parts(args, folder, items, load_chunks):
+            parts[result["name"]] = note(result)
+            good, bad, later = good + result["rows"], bad + result["bad"], later + result["later"]
+            left_out = len(result["bad"]) + len(result["later"]) + sum(result["filtered"].values())
+            progress.update(result["rows"] + left_out, bad=len(bad))
+            if good + len(bad) + len(later) >= EARLY:
+                check_bad_rows(args.input, good, bad, args.max_bad_fraction, is_early=True)
+                check_reachable(args.input, good + len(bad), later, max(MOST_LATER, args.max_bad_fraction))
+    return dict(sorted(parts.items()))
+
+
+def note(result: dict[str, Any]) -> tuple[int, list, list, dict]:
+    """Return what Parts has of a result of PartWriter."""
+    return result["rows"], result["bad"], result["later"], result["filtered"]
+
+
+def fetch_again(args: argparse.Namespace, folder: Folder, sources: list[Source], parts: Parts) -> Parts:
+    """Try to fetch the rows that could not be fetched when their parts were written; return all parts."""
+    for pause in AGAIN_AFTER:
+        if items := parts_to_complete(sources, parts, args.rows_per_file):
+            say(f"fetching {len(count_rows(parts)[2])} rows again, in {pause:g} s, that could not be fetched")
+            time.sleep(pause)
+        for result in write_parts(args, folder, items, load_again):
+            parts[result["name"]] = note(result)
+    return parts
+
+
+def write_parts(
+    args: argparse.Namespace, folder: Folder, items: list[dict[str, Any]], load: Callable[..., Iterator]
+) -> Iterator[dict[str, Any]]:
+    """Yield the results of PartWriter for the chunks that `load`, load_chunks or load_again, makes of the items."""
     options = {
         "output_dir": folder.location,
         "model_dir": args.model_location,
@@ -171,24 +249,18 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
         "batch_size": args.encoding_batch_size,
         "mixed_precision": args.mixed_precision,
     }
-    items = missing_parts(sources, parts, args.rows_per_file)
     loader = Loader(**loader_options(args, args.resolutions))
-    prepare = partial(load_chunks, loader=loader, rows_per_file=args.rows_per_file)
-    results = map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
-    with Progress("preprocess", total, "rows", initial=good + len(bad)) as progress:
-        for result in results:
-            parts[result["name"]] = (result["rows"], result["bad"])
-            good, bad = good + result["rows"], bad + result["bad"]
-            progress.update(result["rows"] + len(result["bad"]), bad=len(bad))
-            if good + len(bad) >= EARLY:
-                check_bad_rows(args.input, good, bad, args.max_bad_fraction)
-    return dict(sorted(parts.items()))
+    prepare = partial(load, loader=loader, rows_per_file=args.rows_per_file)
+    return map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
 
 
 def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], parts: Parts) -> None:
     """Check the share of bad rows and write bad_rows.jsonl and metadata.json; publish a local folder."""
-    good, bad = count_rows(parts)
-    check_bad_rows(args.input, good, bad, args.max_bad_fraction)
+    good, bad, later, filtered = count_rows(parts)
+    check_bad_rows(args.input, good + len(later), bad, args.max_bad_fraction)
+    settled = good + len(bad)
+    check_reachable(args.input, settled, later, args.max_bad_fraction - len(bad) / max(1, settled + len(later)))
+    bad = [row for _, *lists, _ in parts.values() for row in all_bad(*lists)]
     folder.write(BAD_ROWS, "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad).encode())
     shapes = column_shapes(args.model_dir, args.resolutions)
     metadata = {
@@ -203,6 +275,8 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
         "bad_rows": len(bad),
         "settings": settings,
     }
+    if filtered:
+        metadata["filtered_rows"] = dict(filtered)
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):
@@ -211,7 +285,15 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
         say(f"skipped {key}: {reason}")
     if bad:
         say(f"skipped {len(bad)} bad rows of {good + len(bad)}: {join(args.output_dir, BAD_ROWS)} lists them all")
-    messages.print_result(output_dir=args.output_dir, rows=good, bad_rows=len(bad))
+    for reason, count in sorted(filtered.items()):
+        say(f"filtered {count} rows: {reason}")
+    print_rows(args.output_dir, metadata)
+
+
+def print_rows(output_dir: str, metadata: dict[str, Any]) -> None:
+    """Print the result of a finished data set."""
+    names = ("rows", "bad_rows", "filtered_rows")
+    messages.print_result(output_dir=output_dir, **{name: metadata[name] for name in names if name in metadata})
 
 
 def main(args: argparse.Namespace) -> None:
@@ -228,7 +310,7 @@ def main(args: argparse.Namespace) -> None:
     metadata = read_metadata(output, args.overwrite)
     if metadata and metadata["settings"] == settings:
         say(f"{args.output_dir} is complete with {metadata['rows']} rows: nothing to do")
-        return messages.print_result(output_dir=args.output_dir, rows=metadata["rows"], bad_rows=metadata["bad_rows"])
+        return print_rows(args.output_dir, metadata)
     if metadata and not args.overwrite:
         folders.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
     if args.dry_run:
@@ -237,10 +319,10 @@ def main(args: argparse.Namespace) -> None:
         check_model(args.model_dir)
         return messages.print_result(dry_run=True, settings=settings, rows=rows, disk_bytes=size)
     work_dir = f"{args.output_dir}.work"
-    with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK):
+    with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK), working():
         folder = output if remote else Folder(f"{work_dir}/parts")
         begin(folder, settings, args.overwrite)
-        parts = encode_missing(args, folder, sources)
+        parts = fetch_again(args, folder, sources, encode_missing(args, folder, sources))
         finish(args, folder, settings, parts)
     if not remote:
         shutil.rmtree(work_dir)

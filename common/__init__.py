@@ -8,6 +8,7 @@ nodes      the nodes of a Ray instance: a worker's share of them, what a run wai
 board      what workers tell their driver, and its request to stop
 actors     map work over a pool of Ray Data actors
 folders    atomic writes, manifests, publishing, file locks, digests
+outages    waiting for stores and servers that do not answer
 uris       options of a URI, errors of object stores
 stores     requests to object stores (S3, Google Cloud Storage): conditional writes, large files
 objects    folders in object stores: publish whole or not at all, local copies in a cache

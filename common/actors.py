@@ -18,8 +18,10 @@ from common.messages import listen, say
 from common.no_gc import no_gc
 from common.nodes import Waiting, default_workers, describe, say_what_lacks, share_resources
 from common.objects import uris_in_errors
+from common.outages import working
 
 LOOK_EVERY = 1.0  # seconds between two looks at the actors' signs of life
+MOST_BLOCKS = 10_000  # of the items of a dataset: Ray needs a millisecond and some kilobytes of the driver for each
 
 
 def map_on_actors(
@@ -91,7 +93,8 @@ def _on_ray(
     context.print_on_execution_start = False
     context.execution_no_progress_timeout_s = -1  # a batch may take hours; `_watch` looks at the actors themselves
     context.execution_options.preserve_order = ordered
-    rows = ray.data.from_items([{"bytes": pickle.dumps((item, []))} for item in items], override_num_blocks=len(items))
+    blocks = min(len(items), MOST_BLOCKS)
+    rows = ray.data.from_items([{"bytes": pickle.dumps((item, []))} for item in items], override_num_blocks=blocks)
     if prepare is not _as_it_is:
         # These tasks use the CPUs that the actors leave, several tasks per actor on a large machine. On a machine with
         # few CPUs and no GPU the requests are equal, and Ray Data fuses both stages into the actor: fewer processes.
@@ -170,7 +173,7 @@ def _as_it_is(item):
 def _attempt(function, *arguments, **options):
     """Return a function's result, or its exception as a ToolError: Ray Data forwards only the text of exceptions."""
     try:
-        with uris_in_errors():
+        with uris_in_errors(), working():
             return function(*arguments, **options)
     except Exception as error:
         known = as_tool_error(error) or Fault(describe_error(error)[1])

@@ -162,6 +162,13 @@ def placement(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in PLACEMENT}
 
 
+def ray_or_none(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the flags that start or join Ray, as keyword arguments of map_on_actors, or None with --num_workers 0."""
+    if args.num_workers == 0:
+        return None
+    return {"address": args.address, "insecure_cluster": args.insecure_cluster}
+
+
 def positive_int(text: str) -> int:
     """Parse a flag's value as an int of at least 1."""
     return _at_least(int, text, 1)

@@ -49,6 +49,10 @@ class TryAgain(ToolError):
     exit_code = 75
 
 
+class Away(TryAgain):
+    """An object store or a server does not answer."""
+
+
 class NodeLost(TryAgain):
     """A node of the cluster was lost with a worker on it."""
 

@@ -2,24 +2,29 @@
 
 import contextlib
 import functools
+import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common import stores, uris
 from common.errors import CheckFailed, ToolError
 from common.folders import write_bytes
+from common.outages import patient
 
 if TYPE_CHECKING:
     import pyarrow.fs
     import pyarrow.parquet
 
 CONNECT_TIMEOUT, REQUEST_TIMEOUT, ATTEMPTS = 5, 10, 3  # seconds, seconds, attempts before a store is unavailable
+READ_AHEAD = 32 << 20  # bytes of one request when an object is read from front to back
 STORE_SPOKE = re.compile(r"AWS Error|google::cloud|curlCode")
-STORE_IS_AWAY = re.compile(r"NETWORK_CONNECTION|UNAVAILABLE|TIMEOUT|SLOW_DOWN|INTERNAL_FAILURE|curlCode")
+STORE_IS_AWAY = re.compile(
+    r"NETWORK_CONNECTION|UNAVAILABLE|TIMEOUT|SLOW_DOWN|INTERNAL_FAILURE|curlCode|HTTP status (5\d\d|429)"
+)
 
 
 def is_remote(location: str | Path) -> bool:
@@ -79,6 +84,7 @@ class Folder:
             names = {info.path[len(self.path) + 1 :]: info.size for info in found if info.is_file}
         return {name: names[name] for name in sorted(names) if name.lower().endswith(suffixes) and name[0] != "."}
 
+    @patient
     def kind(self) -> str | None:
         """Return "file" or "folder", or None if the location does not exist."""
         from pyarrow.fs import FileType
@@ -87,11 +93,13 @@ class Folder:
             found = self.filesystem.get_file_info(self.path).type
         return {FileType.File: "file", FileType.Directory: "folder"}.get(found)
 
+    @patient
     def open(self, name: str = "") -> "pyarrow.NativeFile":
         """Open a file for random-access reading."""
         with self._told():
             return self.filesystem.open_input_file(self._full(name))
 
+    @patient
     def read(self, name: str = "") -> bytes | None:
         """Return the content of a file, or None if it is missing."""
         if name and is_remote(self.location):
@@ -101,6 +109,20 @@ class Folder:
                 return file.read()
         except FileNotFoundError:
             return None
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Return bytes `start` to `end` of a file, from a store in one request; FileNotFoundError if it is missing."""
+        if is_remote(self.location):
+            return self.store.read_range(name, start, end)
+        with open(self._full(name), "rb", buffering=0) as file:
+            file.seek(start)
+            return file.read(end - start)
+
+    def open_range(self, name: str, start: int, end: int) -> io.BufferedReader:
+        """Open bytes `start` to `end` of a file for sequential reading, from a store with a request per READ_AHEAD."""
+        buffer = READ_AHEAD if is_remote(self.location) else io.DEFAULT_BUFFER_SIZE
+        raw = _Range(functools.partial(self.read_range, name), start, end)
+        return io.BufferedReader(raw, max(1, min(buffer, end - start)))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file atomically."""
@@ -127,6 +149,30 @@ class Folder:
             if not is_remote(self.location):
                 raise
             raise _store_error(self.location, error) from None
+
+
+class _Range(io.RawIOBase):
+    """Bytes `start` to `end` of a file as a file of its own; read: a function of the first byte and the end."""
+
+    def __init__(self, read: Callable[[int, int], bytes], start: int, end: int):
+        self.read_bytes, self.start, self.size, self.position = read, start, end - start, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self.position + len(buffer), self.size)
+        data = self.read_bytes(self.start + self.position, self.start + end) if end > self.position else b""
+        buffer[: len(data)] = data
+        self.position += len(data)
+        return len(data)
 
 
 def _open_filesystem(location: str) -> "tuple[pyarrow.fs.FileSystem, str]":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ToolError, TryAgain, one_line
+from common.outages import patient
 from common.uris import Address, Conflict, convert_error, no_credentials, not_valid, parse
 
 PART = 8 << 20  # bytes of the parts in which objects are read and large files sent
@@ -108,8 +109,9 @@ def _tag(result: Any) -> Tag:
 class Store:
     """The objects below a URI. Names are relative to it, with `/`.
 
-    A request is repeated for at most RETRY_SECONDS + REQUEST_TIMEOUT. Methods raise TryAgain if the store does not
-    answer or throttles for longer, and BadInput if it refuses access, has no such bucket or lacks conditional writes.
+    A request is repeated for at most RETRY_SECONDS + REQUEST_TIMEOUT, and for longer by a run that works
+    (common.outages). Methods raise Away if the store does not answer or throttles for longer, and BadInput if it
+    refuses access, has no such bucket or lacks conditional writes.
     """
 
     def __init__(self, uri: str):
@@ -120,6 +122,7 @@ class Store:
         except (TypeError, ValueError) as error:
             raise not_valid(uri, one_line(str(error), 200)) from None
 
+    @patient
     def list(self) -> dict[str, Object]:
         """Return all objects at any depth by name, also those whose names start with a dot."""
         with self._told():
@@ -128,6 +131,7 @@ class Store:
         # An empty object that bears a folder's name was made by a tool that shows folders.
         return {name: _object(found[name]) for name in sorted(found) if name and name not in folders}
 
+    @patient
     def head(self, name: str) -> Object | None:
         """Return what the store tells of an object, or None if it is missing."""
         with suppress(FileNotFoundError), self._told():
@@ -138,6 +142,7 @@ class Store:
         """Return the content of an object, or None if it is missing."""
         return (self.read_tagged(name) or (None, None))[0]
 
+    @patient
     def read_tagged(self, name: str) -> tuple[bytes, Object] | None:
         """Return (content, what the store tells of it) of one version of an object, or None if it is missing."""
         with suppress(FileNotFoundError), self._told():
@@ -151,13 +156,19 @@ class Store:
         The function raises Conflict if the object is another version by now, and FileNotFoundError if it is gone.
         """
         for start in range(0, found.size, PART):
-            yield start, functools.partial(self._read_part, name, found, start, min(start + PART, found.size))
+            yield start, functools.partial(self.read_range, name, start, min(start + PART, found.size), found.tag)
 
-    def _read_part(self, name: str, found: Object, start: int, end: int) -> bytes:
+    @patient
+    def read_range(self, name: str, start: int, end: int, only_if_tag: Tag | None = None) -> bytes:
+        """Return bytes `start` to `end` of an object, in one request.
+
+        Raises FileNotFoundError if it is missing, Conflict if it is not the version `only_if_tag`.
+        """
         with self._told():
-            options = {"range": (start, end), "if_match": found.tag["e_tag"]}
+            options = {"range": (start, end)} | ({"if_match": only_if_tag["e_tag"]} if only_if_tag else {})
             return bytes(self.objects.get(name, options=options).bytes())
 
+    @patient
     def write(self, name: str, data: bytes | Path, only_if_absent: bool = False, only_if_tag: Tag | None = None) -> Tag:
         """Write an object atomically, from bytes or a file, and return its tag.
 
@@ -210,6 +221,7 @@ class Store:
                     self.objects.delete(beside)
             return _tag(self.objects.head(name))
 
+    @patient
     def delete(self, name: str, only_if_tag: Tag | None = None) -> None:
         """Delete an object; one that is missing is no error.
 

@@ -7,17 +7,21 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import BadInput, TryAgain, one_line
+from common.errors import Away, BadInput, one_line
 
 STATUS = re.compile(r"status code: ((\d{3})[^:]*)")
 CODE = re.compile(r"<Code>(\w+)</Code>")
-# Options whose values are secret, anywhere in a text; punctuation after a URI is not part of it.
-SECRET = re.compile(r"""([?&](?:access_key|secret_key|session_token|access_token)=)[^&\s"'<>\\]*[^&\s"'<>\\.,:;)]""")
+# Options whose values are secret, ours and those of signed URLs; punctuation after a URI is not part of it.
+SECRETS = (
+    "access_key|secret_key|session_token|access_token|token|sig|signature|x-(?:amz|goog)-(?:signature|security-token)"
+)
+SECRET = re.compile(rf"""([?&](?:{SECRETS})=)[^&\s"'<>\\]*[^&\s"'<>\\.,:;)]""", re.IGNORECASE)
+PASSWORD = re.compile(r"""(://)[^/?#@\s"'<>\\]+@""")  # before the host of a URL, with the user's name
 
 
 def shown(text: str) -> str:
     """Return a text with the secrets in its URIs replaced by ***, for all that is shown or published."""
-    return SECRET.sub(r"\1***", text)
+    return PASSWORD.sub(r"\1***@", SECRET.sub(r"\1***", text))
 
 
 class Conflict(Exception):
@@ -102,9 +106,9 @@ def refused(uri: str, reason: str) -> BadInput:
     return BadInput(f"{uri} refuses access ({reason}): {remedy}")
 
 
-def away(uri: str, reason: str) -> TryAgain:
+def away(uri: str, reason: str) -> Away:
     """Return the error for a store that does not answer."""
-    return TryAgain(f"{uri} does not answer ({reason}): try again later or check the address")
+    return Away(f"{uri} does not answer ({reason}): try again later or check the address")
 
 
 def convert_error(uri: str, error: Exception, conditional: bool) -> Exception:

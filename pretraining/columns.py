@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +15,46 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray]) -> bytes:
-    """Return a chunk as the bytes of a Parquet file with one row group; the schema's metadata lists the bad rows."""
+def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray], part: bytes | None = None) -> bytes:
+    """Return a chunk as the bytes of a Parquet file with one row group.
+
+    The schema's metadata lists the bad rows, and those of "later", and counts those that filters left out. part: the
+    bytes of an earlier file, whose rows stay, in the order of their numbers; the chunk's "later" takes the place of the
+    file's.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    notes = {"bad_rows": chunk["bad"]}
+    notes |= {f"{name}_rows": chunk[name] for name in ("later", "filtered") if chunk.get(name)}
     arrays = {"key": pa.array(chunk["keys"], pa.string()), "caption": pa.array(chunk["captions"], pa.string())}
     for name, values in columns.items():
         arrays[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(np.ascontiguousarray(values))
-    table = pa.table(arrays).replace_schema_metadata({"bad_rows": json.dumps(chunk["bad"])})
+    table = pa.table(arrays)
+    if part is not None:
+        earlier = pq.read_table(pa.BufferReader(part))
+        notes["bad_rows"] = sorted(json.loads(earlier.schema.metadata[b"bad_rows"]) + chunk["bad"], key=row_number)
+        filtered = Counter(json.loads(earlier.schema.metadata.get(b"filtered_rows", "{}")))
+        filtered.update(chunk.get("filtered", {}))
+        notes |= {"filtered_rows": dict(filtered)} if filtered else {}
+        table = _merge([each for each in (earlier.replace_schema_metadata(), table) if len(each)] or [table])
+    table = table.replace_schema_metadata({name: json.dumps(rows) for name, rows in notes.items()})
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression="zstd", row_group_size=max(1, len(table)), write_page_checksum=True)
     return buffer.getvalue().to_pybytes()
+
+
+def row_number(row: Sequence[str]) -> int:
+    """Return the number in its source of a row whose first value is its key."""
+    return int(row[0].rpartition(":")[2])
+
+
+def _merge(tables: list[pa.Table]) -> pa.Table:
+    """Return the rows of tables of the same columns, in the order of their numbers."""
+    import pyarrow as pa
+
+    table = pa.concat_tables(tables).combine_chunks()
+    return table.take(np.argsort([row_number([key]) for key in table["key"].to_pylist()]))
 
 
 def from_column(column: pa.Array | pa.ChunkedArray, shape: Sequence[int], place: str) -> np.ndarray:

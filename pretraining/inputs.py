@@ -37,9 +37,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     config = "config.json of the UNet to initialize randomly; default: the configuration of the model's UNet"
     group.add_argument("--unet_config", help=config)
     group.add_argument("--init_from_pretrained", action="store_true", help="start from the weights of the model's UNet")
-    output = "folder of the trained pipeline; it appears when it is complete"
+    output = "folder, or URI, of the trained pipeline; it appears when it is complete"
     group.add_argument("--output_dir", required=True, help=output)
-    group.add_argument("--storage_path", help="folder of experiments; default: the parent folder of --output_dir")
+    storage = "folder, or URI, of experiments; default: the parent folder of --output_dir"
+    group.add_argument("--storage_path", help=storage)
     name = "name of the folder in --storage_path for checkpoints and logs; default: OUTPUT_DIR.work"
     group.add_argument("--experiment_name", help=name)
     group.add_argument("--overwrite", action="store_true", help="replace an earlier run of other settings")
@@ -54,8 +55,11 @@ def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:
     if not args.online:
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
         return open_latents(args.data, args.model_dir, args.resolution, *columns)
-    sources = list_sources(args.data, args.image_column, args.caption_column, flag="--data")
+    columns = args.image_column, args.caption_column
+    options = {"flag": "--data", "indexed": True, "keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
+    sources = list_sources(args.data, *columns, **options)
     encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
     encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
     loader = loader_options(args, (args.resolution,))
-    return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, args.max_bad_fraction)
+    limits = args.max_bad_fraction, args.num_validation_rows
+    return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, *limits)

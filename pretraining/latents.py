@@ -17,6 +17,7 @@ from common.errors import BadInput, CheckFailed
 from common.folders import MANIFEST, check_on_node
 from common.images import Crop, scale_pixels
 from common.objects import same_copy
+from common.outages import patient
 from common.storage import Folder, is_remote, join, open_parquet, read_footer
 from pipelines import loading
 from pipelines.conditions import locate
@@ -187,11 +188,14 @@ class LatentFiles:
         """Yield the rows of a piece {"chunk", "first", "last"}: {field: [B, ...] float32}."""
         if not is_remote(self.location):
             check_on_node(self.location, "--data")
+        yield patient(self._read)(item)
+
+    def _read(self, item):
         name, group, _ = self.chunks[item["chunk"]]
         with open_parquet(Folder(self.location), name) as parquet:
             table = parquet.read_row_group(group, columns=[column for column, _ in self.fields.values()])
         table = table.slice(item["first"], item["last"] - item["first"])
-        yield {
+        return {
             field: from_column(table[column], shape, f"{name}: column {column}")
             for field, (column, shape) in self.fields.items()
         }

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from common.actors import map_on_actors
-from common.errors import BadInput
+from common.errors import Away, BadInput
+from common.outages import patient
+from pretraining.batches import hold_out
 from pretraining.latents import LatentEncoder, LatentFiles, caption_fields, image_fields
-from pretraining.loader import Loader
+from pretraining.loader import Loader, likely_bad
 from pretraining.raw_data import Source
-
-if TYPE_CHECKING:
-    pass
-
 from pretraining.streams import Arrays, Load, Piece
+
+# What fingerprints hold in place of the flags: the defaults, which the fingerprints of earlier runs hold.
+PATIENCE = {"timeout": 10, "retries": 2}
 
 
 @dataclass(frozen=True)
 class RawImages:
     """Raw data that is encoded on the fly, as plain values, in the same chunks as preprocess.py writes.
 
-    sources: Sources as dicts; loader, encoder: options of Loader and LatentEncoder.
+    sources: Sources as dicts; loader, encoder: options of Loader and LatentEncoder. held_out: number of rows at the end
+    for validation.
     """
 
     sources: tuple
@@ -33,6 +35,7 @@ class RawImages:
     loader: dict
     encoder: dict
     max_bad_fraction: float
+    held_out: int = 0
 
     @cached_property
     def chunks(self) -> list[tuple[int, int, int]]:
@@ -46,30 +49,47 @@ class RawImages:
 
     @property
     def fingerprint(self) -> list:
-        """Values that determine the rows, whatever the location."""
+        """Values that determine the rows, whatever the location and the patience with servers."""
         facts = ("name", "size", "first", "num_rows", "image_column", "caption_column")
-        return [[source[fact] for fact in facts] for source in self.sources] + [self.rows_per_chunk, self.loader]
+        loader = {**self.loader, **PATIENCE}
+        return [[source[fact] for fact in facts] for source in self.sources] + [self.rows_per_chunk, loader]
 
     @property
     def chunk_rows(self) -> tuple[int, ...]:
         """Number of rows in each chunk, good or bad."""
         return tuple(rows for _, _, rows in self.chunks)
 
+    @cached_property
+    def _kept_rows(self) -> tuple[int, ...]:
+        return hold_out(self.chunk_rows, self.held_out)[0]
+
     def __call__(self, item: Piece) -> Iterator[dict[str, Any]]:
         """Yield the rows of a piece as a chunk of Loader; good rows are repeated in place of bad ones.
 
-        Raises BadInput if there is no good row, or if more rows are bad than `max_bad_fraction` makes likely.
+        They are of the piece, or else of its chunk, and never held out from training where the piece is not.
+
+        Raises BadInput if there is no good row, or if more rows are bad than `max_bad_fraction` makes likely; Away if
+        some of these are rows that cannot be fetched now.
         """
+        yield patient(self._load)(item)
+
+    def _load(self, item):
         number, first, chunk_rows = self.chunks[item["chunk"]]
         source, count = Source(**self.sources[number]), item["last"] - item["first"]
         load = partial(Loader(**self.loader), source, epoch=item["epoch"])
         chunk = load(first + item["first"], count)
-        bad = chunk["bad"]
-        expected = self.max_bad_fraction * count
+        bad, later = chunk["bad"] + chunk["later"], chunk["later"]
         if not chunk["keys"]:  # a short piece of bad rows: use the rest of its chunk
-            chunk = load(first, chunk_rows)
-        limit = max(1, expected + 4 * expected**0.5)  # four standard deviations: the share varies between pieces
-        if not chunk["keys"] or len(bad) > limit:
+            kept = self._kept_rows[item["chunk"]]
+            start, end = (0, kept) if item["first"] < kept else (kept, chunk_rows)
+            chunk = load(first + start, end - start)
+        if not chunk["keys"] or len(bad) > likely_bad(count, self.max_bad_fraction):
+            if later:
+                key, reason = later[0]
+                raise Away(
+                    f"--data: {len(later)} of {count} rows of {source.name} cannot be fetched now; the first is {key}: "
+                    f"{reason}: try again later or pass a larger --max_bad_fraction"
+                )
             raise BadInput(
                 f"{len(bad)} of {count} rows of {source.name} are bad, more than --max_bad_fraction "
                 f"{self.max_bad_fraction:g} allows; the first is {bad[0][0]}: {bad[0][1]}"
@@ -79,9 +99,9 @@ class RawImages:
             chunk = {
                 name: values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows]
                 for name, values in chunk.items()
-                if name != "bad"
+                if name not in ("bad", "later", "filtered")
             }
-        yield chunk
+        return chunk
 
 
 class PieceEncoder:

@@ -308,6 +308,15 @@ def drawn(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def web():
+    """A running web server for images; see web.py."""
+    from web import running_web
+
+    with running_web() as state:
+        yield state
+
+
 @pytest.fixture(scope="session")
 def ray_session(tmp_path_factory):
     """One local Ray for all tests that need it; the scripts find it running."""

@@ -3,6 +3,7 @@
 faulty_s3.fault("503", method="PUT", path="unet", times=3)     # the next three PUTs below .../unet are throttled
 faulty_s3.fault("reset_request", method="PUT", after=100_000)  # one connection breaks after 100 kB of the body
 faulty_s3.late_listing = 5                                     # objects younger than 5 s are not listed
+faulty_s3.outage(30, "silent")                                 # for 30 s all requests hang; "503" and "reset" too
 faulty_s3.seen("GET", "unet")                                  # the requests that arrived, also the failed ones
 """
 
@@ -55,6 +56,7 @@ class FaultyStore:
 
     target: str
     late_listing: float = 0.0
+    away: tuple[str, float] = ("", 0.0)  # how, and until when
     requests: list[Request] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     written: dict[str, float] = field(default_factory=dict)  # {path: time of the last write}
@@ -77,12 +79,16 @@ class FaultyStore:
         with self.guard:
             self.faults.append(Fault(kind, **values))
 
+    def outage(self, seconds, kind="503"):
+        """Answer no request for some seconds: "503", "reset" (as if refused) or "silent"."""
+        self.away = kind, time.monotonic() + seconds
+
     def clear(self):
-        """Forget the faults and the requests seen."""
+        """End an outage, and forget the faults and the requests seen."""
         with self.guard:
             self.faults.clear()
             self.requests.clear()
-            self.late_listing = 0.0
+            self.late_listing, self.away = 0.0, ("", 0.0)
 
     def seen(self, method="", path=""):
         """Return the requests whose method is `method` and whose path contains `path`."""
@@ -135,6 +141,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_request
 
     def answer(self, fault):
+        if time.monotonic() < self.store.away[1]:
+            while self.store.away[0] == "silent" and time.monotonic() < self.store.away[1]:
+                time.sleep(0.1)
+            if self.store.away[0] != "503":
+                raise _Broken
+            fault = Fault("503")
         if fault.kind == "delay":
             time.sleep(fault.seconds)
         length = int(self.headers["Content-Length"] or 0)

@@ -20,7 +20,7 @@ from tiny_models import RESOLUTION, make_tiny_clip
 
 import preprocess
 import pretrain
-from common import errors, folders
+from common import errors, folders, objects, targets
 from pipelines.configs import model_resolution
 from pipelines.families import SD
 from pipelines.objectives import Diffusion
@@ -223,6 +223,20 @@ def test_same_command_writes_nothing_and_imports_no_torch(command):
     assert done.returncode == 0, done.stderr
     assert last_json(done.stdout)["trained"] == 0
     assert tree(command.output_dir) | tree(command.work_dir) == before
+
+
+def test_everything_goes_to_a_store_and_nothing_to_a_folder_of_its_name(command, s3, tmp_path, monkeypatch, capsys):
+    """The result beside the checkpoints and logs, or apart from them with --storage_path."""
+    monkeypatch.chdir(tmp_path)
+    command(max_steps=2)
+    for name, work_dir, flags in (("a", "a.work", {}), ("b", "runs/b.work", {"storage_path": s3("runs")})):
+        command(max_steps=2, output_dir=s3(name), **flags)
+        assert_equal(weights(objects.local_copy(s3(name))), weights(command.output_dir))
+        assert targets.read_manifest(targets.join_name(s3(work_dir), "checkpoint-000002"), deep=True)
+        capsys.readouterr()
+        command(max_steps=2, output_dir=s3(name), **flags)
+        assert last_json(capsys.readouterr().out) == {"output_dir": s3(name), "steps": 2, "trained": 0}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.work"}
 
 
 def test_epochs_are_of_the_rows_that_are_not_held_out(command, capsys):

@@ -18,6 +18,7 @@ from common.board import Board, board_on_ray, use
 from common.cli import stopping
 from common.cluster import end_idle_actors, list_nodes, start_ray
 from common.errors import (
+    Away,
     BadInput,
     Fault,
     NodeLost,
@@ -203,9 +204,10 @@ def _until_done(attempt: Callable[..., dict], plan: Plan) -> dict[str, Any]:
 def _check_loss(error: Exception, is_last: bool) -> None:
     """Say that the workers start again after `error`; raise it if that does not help."""
     known = filter(None, map(as_tool_error, causes(error)))
-    if is_last or not all(isinstance(each, WorkerDied | NodeLost | Fault) for each in known):
+    if is_last or not all(isinstance(each, Away | WorkerDied | NodeLost | Fault) for each in known):
         raise error
     reason = describe_error(error)[1].split(". ")[0].removesuffix(": run the same command again to continue")
+    reason = reason.partition(": try again")[0]
     say(f"warning: {reason}: restarting the workers from the newest checkpoint")
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common import board
-from common.errors import CheckFailed
+from common.errors import Away, CheckFailed
 from common.no_gc import no_gc
 from common.objects import same_copy
+from common.outages import working
 from common.storage import is_remote
 from training import checkpoints, parallel, work_folder
 from training.checkpoints import Start
@@ -161,6 +162,17 @@ class Saver:
         sealing = checkpoints.save_checkpoint(task.output.work_dir, step, run.write, facts, keep, **options)
         self.pending += [sealing] if sealing else []
 
+    def save_before_exit(self, step: int, first: int) -> None:
+        """Write and seal a checkpoint of `step`, the steps taken when a batch could not be read; first: those at start.
+
+        Called by the only worker there is.
+        """
+        self.check(wait=True)
+        is_saved = is_due(step, self.task.schedule.checkpointing_steps, self.task.schedule.max_train_steps)
+        if step > first and not is_saved and self.run.optimizer.is_good():
+            self.save(step, {})
+            self.check(wait=True)
+
     def check(self, wait: bool) -> None:
         """Raise what went wrong with the newest checkpoint or a copy of the log, if that is done or `wait`."""
         for each in self.pending:
@@ -202,7 +214,15 @@ def train_steps(run: Run, task: Task, place: Place, reports: Reports | None = No
     with ThreadPoolExecutor(1) as executor:
         saver = Saver(run, task, place, executor, reports)
         while step < last and not is_stopped:
-            losses, grad_norm = take_step(run, step, schedule, place)
+            try:
+                losses, grad_norm = take_step(run, step, schedule, place)
+            except Away:
+                if place.world_size > 1:  # the others wait within this step for this worker's gradients
+                    raise
+                saver.save_before_exit(step, run.step)
+                if not board.current().stop_asked():
+                    raise
+                break
             step += 1
             values = run.validate(step)
             is_logged = is_due(step, schedule.log_every, last)
@@ -226,6 +246,7 @@ def train_steps(run: Run, task: Task, place: Place, reports: Reports | None = No
     return step
 
 
+@working()
 def work(
     task: T, prepare: Callable[[T, Place, Start], Run], publish: Callable[[T, int, torch.device], None]
 ) -> dict[str, int | bool]:

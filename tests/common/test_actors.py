@@ -63,6 +63,13 @@ def test_an_actor_that_is_out_of_a_resource_says_so(kind):
 
 
 @pytest.mark.ray
+def test_more_items_than_blocks_keep_their_order(ray_session, monkeypatch):
+    monkeypatch.setattr(actors, "MOST_BLOCKS", 2)
+    options = {"prepare": lambda item: [item, -item], "ordered": True}
+    assert list(actors.map_on_actors(None, {}, list(range(5)), 1, **options)) == [0, 0, 1, -1, 2, -2, 3, -3, 4, -4]
+
+
+@pytest.mark.ray
 def test_what_an_actor_says_is_said_once_by_the_driver(ray_session, capsys):
     """Nobody sees the stderr of an actor."""
 

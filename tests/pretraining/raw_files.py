@@ -24,11 +24,14 @@ def write_jsonl(folder, rows, images=()):
         (folder / name).write_bytes(data)
 
 
-def make_tar(members):
+def make_tar(members, format=tarfile.DEFAULT_FORMAT):
+    """Return a tar of (name, bytes) pairs; a member without bytes is a folder."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
         for name, data in members:
             entry = tarfile.TarInfo(name)
+            if data is None:
+                entry.type, data = tarfile.DIRTYPE, b""
             entry.size = len(data)
             tar.addfile(entry, io.BytesIO(data))
     return buffer.getvalue()
@@ -51,3 +54,23 @@ def make_kind(folder, kind, count=10):
         )
         (folder / "x.tar").write_bytes(make_tar([member for pair in zip(*pairs, strict=True) for member in pair]))
     return names[kind]
+
+
+def write_img2dataset(folder, count, failed=(), shard="00000"):
+    """Write a shard of `count` rows as img2dataset writes tars; `failed`: rows that it could not download."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, members = [], []
+    for i in range(count):
+        key, error = f"{shard}{i:04d}", "HTTP Error 404: Not Found" if i in failed else None
+        row = {"url": f"http://127.0.0.1:1/{i}.jpg", "caption": f"caption {i}", "key": key}
+        row |= {"status": "failed_to_download" if error else "success", "error_message": error}
+        row |= {"width": 28, "height": 20, "original_width": 28, "original_height": 20, "sha256": None}
+        rows.append(row)
+        if not error:
+            members += [(f"{key}.jpg", noise_png(i)), (f"{key}.json", json.dumps(row).encode())]
+            members += [(f"{key}.txt", row["caption"].encode())]
+    pq.write_table(pa.Table.from_pylist(rows), folder / f"{shard}.parquet", row_group_size=100)
+    stats = {"count": count, "successes": count - len(failed), "failed_to_download": len(failed)}
+    stats |= {"failed_to_resize": 0, "duration": 1.0, "status_dict": {"success": count - len(failed)}}
+    (folder / f"{shard}_stats.json").write_text(json.dumps(stats, indent=4))
+    (folder / f"{shard}.tar").write_bytes(make_tar(members))

@@ -119,3 +119,24 @@ def test_a_part_of_bad_rows_alone_is_a_file_too(tmp_path):
     chunk = {"keys": [], "captions": [], "bad": [["a:0", "no image"]]}
     (tmp_path / "part.parquet").write_bytes(to_parquet(chunk, {}))
     assert read_footer(Folder(tmp_path), "part.parquet") == (["key", "caption"], [[0, 0]], chunk["bad"])
+
+
+def test_rows_are_added_to_a_part_in_their_order(tmp_path):
+    def chunk(numbers, bad=(), later=()):
+        rows = {"keys": [f"x:0:{number}" for number in numbers], "captions": [f"row {number}" for number in numbers]}
+        return {**rows, "bad": [[f"x:0:{n}", "bad"] for n in bad], "later": [[f"x:0:{n}", "busy"] for n in later]}
+
+    def columns(numbers):
+        return (
+            {"latents": np.array(numbers, np.float16)[:, None, None] * np.ones((2, 3), np.float16)} if numbers else {}
+        )
+
+    whole = to_parquet(chunk([0, 2, 3, 9, 10], [1, 4]), columns([0, 2, 3, 9, 10]))
+    for numbers in ([0, 3, 10], []):
+        added = [number for number in (0, 2, 3, 9, 10) if number not in numbers]
+        first = to_parquet(chunk(numbers, [4], [1, *added]), columns(numbers))
+        assert to_parquet(chunk(added, [1]), columns(added), first) == whole
+    part = to_parquet(chunk([0], [], [1, 2]), columns([0]))
+    again = pq.read_table(pa.BufferReader(to_parquet(chunk([], [1], [2]), {}, part)))
+    assert again["key"].to_pylist() == ["x:0:0"]
+    assert again.schema.metadata == {b"bad_rows": b'[["x:0:1", "bad"]]', b"later_rows": b'[["x:0:2", "busy"]]'}

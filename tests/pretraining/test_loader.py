@@ -1,9 +1,4 @@
-"""loader.py: images by path, URI and URL, bad rows with their reasons, and crops."""
-
-import http.server
-import threading
-import time
-import types
+"""loader.py: images by path and URI, bad rows with their reasons, and crops."""
 
 import numpy as np
 import pytest
@@ -14,7 +9,6 @@ from tiny_models import RESOLUTION
 
 from common import images
 from common.storage import Folder
-from pretraining import loader as loader_module
 from pretraining.loader import Loader
 from pretraining.raw_data import list_sources
 
@@ -31,8 +25,8 @@ def load(location, loader=None, **options):
 
 
 def reasons(chunk):
-    """{row: reason} of the bad rows."""
-    return {int(key.rpartition(":")[2]): reason for key, reason in chunk["bad"]}
+    """{row: reason} of the bad rows, also of those that can perhaps be fetched later."""
+    return {int(key.rpartition(":")[2]): reason for key, reason in chunk["bad"] + chunk["later"]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,119 +116,6 @@ def test_odd_lines_are_bad_rows_and_no_more(tmp_path):
     chunk = load(tmp_path)
     assert chunk["captions"] == [row["text"] for row in good]
     assert sorted(reasons(chunk)) == list(range(len(odd)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# URLs
-
-
-@pytest.fixture(scope="module")
-def web():
-    """A web server that does what the first part of a path says; `hits` has what it was asked for."""
-    state = types.SimpleNamespace(hits=[], over=threading.Event())
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *arguments):
-            pass
-
-        def answer(self, code, data, **headers):
-            self.send_response(code)
-            for name, value in ({"Content_Length": len(data)} | headers).items():
-                self.send_header(name.replace("_", "-"), str(value))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def do_GET(self):
-            state.hits.append(self.path)
-            kind = self.path.split("/")[1].split("?")[0]
-            if kind == "good" or (kind == "flaky" and state.hits.count(self.path) > 1):
-                self.answer(200, noise_png())
-            elif kind in ("404", "500", "429", "flaky"):
-                self.answer(int(kind) if kind.isdigit() else 500, b"no")
-            elif kind == "moved":
-                self.answer(302, b"", Location=f"{state.address}/good")
-            elif kind == "silent":
-                state.over.wait(20)
-            elif kind == "drip":
-                self.answer(200, b"", Content_Length=10**9)
-                while not state.over.wait(0.05):
-                    self.wfile.write(b"x")
-            elif kind == "cut":
-                self.answer(200, noise_png()[:-300], Content_Length=len(noise_png()))
-            elif kind == "chunks":
-                self.protocol_version = "HTTP/1.1"
-                self.answer(200, b"ffff\r\n" + noise_png()[:-300], Transfer_Encoding="chunked")
-                self.close_connection = True
-            elif kind == "babble":
-                self.wfile.write(b"What is a status line?\r\n\r\n")
-
-    Handler.handle_one_request = _forgiving(Handler.handle_one_request)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        state.address = f"http://127.0.0.1:{server.server_address[1]}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield state
-        state.over.set()
-        server.shutdown()
-
-
-def _forgiving(method):
-    def handle(self):
-        try:
-            method(self)
-        except OSError:  # the client has gone
-            self.close_connection = True
-
-    return handle
-
-
-@pytest.fixture
-def fetch(web, tmp_path, monkeypatch):
-    """Load rows of paths of the web server; return (the chunk, {path: times asked for}, seconds)."""
-    monkeypatch.setattr(loader_module, "WAIT", 0.01)
-
-    def call(*paths, **options):
-        web.hits.clear()
-        urls = [path if "://" in path else f"{web.address}/{path}" for path in paths]
-        write_parquet(tmp_path / "x.parquet", urls, ["x"] * len(urls), image_column="URL")
-        began = time.monotonic()
-        chunk = load(tmp_path, make_loader(**options))
-        return chunk, {path: web.hits.count(f"/{path}") for path in paths}, time.monotonic() - began
-
-    return call
-
-
-def test_images_are_fetched_by_url(fetch):
-    chunk, hits, _ = fetch("good", "moved", "good/a%20b.png?size=1")
-    assert len(chunk["keys"]) == 3 and hits == {"good": 2, "moved": 1, "good/a%20b.png?size=1": 1}
-
-
-def test_what_may_pass_is_tried_again_and_what_will_not_is_not(fetch):
-    chunk, hits, _ = fetch("404", "500", "429", "flaky", "cut", "chunks", "babble")
-    assert hits == {"404": 1, "500": 3, "429": 3, "flaky": 2, "cut": 3, "chunks": 3, "babble": 3}
-    found = reasons(chunk)
-    assert [key.rpartition(":")[2] for key in chunk["keys"]] == ["3"]
-    assert all(f"HTTP {code}" in found[row] for row, code in enumerate([404, 500, 429]))
-    assert "cut short by 300 bytes" in found[4] and all("cannot be fetched" in reason for reason in found.values())
-
-
-def test_urls_that_are_none_are_bad_rows(fetch, web):
-    odd = [f"{web.address}/good a.png", "http://", "http://[::1/x", "http://127.0.0.1:x/", "https://127.0.0.1:1/x"]
-    odd += [f"{web.address}/caf\xe9.png", f"http://{'x' * 300}.invalid/"]
-    chunk, _, _ = fetch(*odd, retries=1)
-    assert len(reasons(chunk)) == len(odd), chunk["captions"]
-
-
-@pytest.mark.parametrize("kind", ["silent", "drip"])
-def test_a_server_without_end_takes_no_longer_than_the_time_out(fetch, kind):
-    chunk, hits, seconds = fetch(kind, timeout=0.5, retries=1)
-    assert hits == {kind: 2} and 0.9 < seconds < 5
-    assert {"silent": "timed out", "drip": "slower than 0.5 s"}[kind] in reasons(chunk)[0]
-
-
-def test_a_file_that_is_too_large_is_left(fetch, monkeypatch):
-    monkeypatch.setattr(loader_module, "LARGEST_FILE", 1000)
-    chunk, hits, _ = fetch("good")
-    assert "more than" in reasons(chunk)[0] and hits == {"good": 1}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

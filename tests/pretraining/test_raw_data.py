@@ -6,11 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import noise_png
-from raw_files import make_kind, make_tar, write_jsonl, write_parquet
+from raw_files import make_kind, make_tar, write_img2dataset, write_jsonl, write_parquet
 
 from common import errors
 from common.storage import Folder
-from pretraining import raw_data
+from pretraining import raw_data, tars
 from pretraining.raw_data import list_sources, read_rows
 
 
@@ -132,6 +132,10 @@ def test_a_name_with_dots_ends_at_the_first_as_webdataset_has_it(tmp_path):
         lambda tar: tar[: 7 * 512 + 100],  # within the second sample's header
         lambda tar: tar[: 9 * 512],  # within its image
         lambda tar: tar[: 7 * 512] + b"\xff" * 512 + tar[8 * 512 :],  # tarfile takes it for the end
+        lambda tar: tar[: 7 * 512],  # between two samples
+        lambda tar: tar[: 21 * 512],  # after the last one
+        lambda tar: tar[: 22 * 512],  # within the two blocks of zeros after it
+        lambda tar: tar + tar,  # a second archive, which tarfile does not see
     ],
 )
 def test_a_damaged_tar_fails_the_check_with_its_name(spoil, remote, tmp_path, request):
@@ -141,6 +145,67 @@ def test_a_damaged_tar_fails_the_check_with_its_name(spoil, remote, tmp_path, re
     with pytest.raises(errors.CheckFailed, match=r"x\.tar.* is damaged") as error:
         list_sources(place)
     assert "\n" not in errors.describe_error(error.value)[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# img2dataset
+
+
+def test_the_tars_of_img2dataset_hold_the_rows_and_its_records_their_number(tmp_path, monkeypatch):
+    write_img2dataset(tmp_path, 5, failed=(1, 3))
+    write_img2dataset(tmp_path, 2, failed=(0, 1), shard="00001")
+    with monkeypatch.context() as patch:
+        patch.setattr(tars, "_scan", None)
+        (source,) = list_sources(str(tmp_path))
+        assert (source.name, source.kind, source.num_rows) == ("00000.tar", "tar", 3)
+        (tmp_path / "00000_stats.json").unlink()
+        assert list_sources(str(tmp_path)) == list_sources(str(tmp_path / "00000.tar")) == [source]
+    rows = list(read_rows(source, 0, 9))
+    assert [(row["image"], row["caption"]) for row in rows] == [(noise_png(i), f"caption {i}") for i in (0, 2, 4)]
+    (tmp_path / "00000.parquet").write_bytes(b"broken")
+    (tmp_path / "00000_stats.json").write_text("[]")
+    assert list_sources(str(tmp_path)) == [source]
+
+
+def test_parquet_without_a_tar_is_left_out_beside_the_tars_of_img2dataset(tmp_path, capsys):
+    write_img2dataset(tmp_path, 2)
+    write_parquet(tmp_path / "all.parquet", ["http://127.0.0.1:1/x.jpg"], ["x"])
+    assert [source.name for source in list_sources(str(tmp_path))] == ["00000.tar"]
+    assert "all.parquet has no tar and is left out" in capsys.readouterr().err
+    assert [source.name for source in list_sources(str(tmp_path / "all.parquet"))] == ["all.parquet"]
+    (tmp_path / "00000.parquet").unlink()
+    assert [source.name for source in list_sources(str(tmp_path))] == ["all.parquet"]
+
+
+def test_a_record_of_more_samples_than_the_tar_holds_is_told(tmp_path):
+    write_img2dataset(tmp_path, 3)
+    (tmp_path / "00000_stats.json").write_text('{"successes": 4}')
+    with pytest.raises(errors.CheckFailed, match=r"00000\.tar is damaged \(it does not hold the 4 samples"):
+        all_rows(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many files
+
+
+@pytest.mark.ray
+def test_many_files_are_listed_in_tasks_on_ray(ray_session, tmp_path, monkeypatch, capsys):
+    for i in range(5):
+        (tmp_path / f"{i}.tar").write_bytes(make_tar([(f"{j}.txt", b"x") for j in range(i + 1)]))
+    expected = list_sources(str(tmp_path), keep=False)
+    monkeypatch.setattr(raw_data, "FILES_OF_A_TASK", 2)
+    assert list_sources(str(tmp_path), keep=False, on_ray=None) == expected
+    monkeypatch.setattr(tars, "_scan", None)  # in this process
+    assert list_sources(str(tmp_path), on_ray={"address": "local"}) == expected
+    assert [source.num_rows for source in expected] == [1, 2, 3, 4, 5] and len(list(tmp_path.glob("*.idx"))) == 5
+    assert "list: 5/5 files" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(raw_data, "map_on_actors", None)  # with indexes there is nothing to read
+        assert list_sources(str(tmp_path), on_ray={"address": "local"}) == expected
+    (tmp_path / "3.tar").write_bytes(b"no tar" * 200)
+    (tmp_path / "3.tar.idx").unlink()
+    with pytest.raises(errors.CheckFailed, match=r"3\.tar is damaged"):
+        list_sources(str(tmp_path), on_ray={"address": "local"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

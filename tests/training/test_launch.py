@@ -291,6 +291,15 @@ def test_a_lost_node_is_a_failure_of_its_own_kind(attempts, tmp_path, capsys):
     assert errors.describe_error(caught.value)[0] == errors.TryAgain.exit_code
 
 
+def test_a_store_that_stays_away_is_a_failure_to_start_again_from(attempts, tmp_path, capsys):
+    away = errors.Away("s3://b/x does not answer (503): try again later or check the address")
+    assert attempts(make_task(tmp_path, num_workers=2), [away, result(3, False)])[0]["step"] == 3
+    said = capsys.readouterr().err
+    assert "warning: s3://b/x does not answer (503): restarting the workers from the newest checkpoint" in said
+    with pytest.raises(errors.Away):
+        attempts(make_task(tmp_path, num_workers=2), [away, away])
+
+
 def test_training_workers_do_not_share_a_gpu():
     for share in (1.0, 2.0, 0.0):
         launch.check_whole_gpus(2, share)
