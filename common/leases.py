@@ -52,25 +52,35 @@ class Lease:
     def rewrite(self, owner: str) -> None:
         """Write the lock object again if it is still this run's; a store that does not answer is left as it is."""
         with self.guard, contextlib.suppress(ToolError, Conflict):
-            self.check()
+            if self.lost:
+                return
             try:
-                self.write(owner, self.tag)
+                self.write(owner, self.tag)  # succeeds only if no other run has written since, however long ago it was
             except Conflict:
-                self.tag = self.confirm()  # the answer to an earlier write was lost
+                self.tag = self._read_ours()  # the answer to an earlier write was lost
                 self.write(owner, self.tag)
 
     def check(self) -> None:
-        """Raise TryAgain if another run may have taken the lock; makes no request."""
-        self.lost = self.lost or _clock() > self.sure_until
-        if self.lost:
+        """Raise TryAgain if another run may have taken the lock; makes no request.
+
+        It may be this run's again: the store that did not answer says so when it is back.
+        """
+        if self.lost or _clock() > self.sure_until:
             raise _lost(self.store.uri)
 
     def confirm(self) -> Tag | None:
         """Return the version of the lock object; raise TryAgain unless the store says that this process holds it."""
         self.check()
+        tag = self._read_ours()
+        self.check()
+        return tag
+
+    def _read_ours(self) -> Tag | None:
+        """Return the version of the lock object; raise TryAgain unless it is this run's."""
         record, found = _read(self.store)
         self.lost = self.lost or found is None or record.get("owner") != self.owner
-        self.check()
+        if self.lost:
+            raise _lost(self.store.uri)
         return found.tag if found else None
 
     def writer(self, uri: str) -> "Fence":

@@ -58,7 +58,9 @@ class Fetcher:
         """Start to fetch a URL; the result raises BadImage, or Later, which another attempt may not."""
         if self.loop is None:
             self.loop = asyncio.new_event_loop()
-            self.thread = threading.Thread(target=self.loop.run_until_complete, args=(self._serve(self.loop),))
+            self.thread = threading.Thread(
+                target=self.loop.run_until_complete, args=(self._serve(self.loop),), daemon=True
+            )
             self.thread.start()
             self.is_ready.wait()
         return asyncio.run_coroutine_threadsafe(self._fetch(url), self.loop)

@@ -181,10 +181,10 @@ def test_workers_wait_for_a_silent_store(
     online, ray_session, silent_for_a_minute, faulty_s3, latents, raw_data, pretrain_command, tmp_path
 ):
     objects.upload_folder(raw_data if online else latents, faulty_s3.uri("data"))
-    flags = {"data": f"{faulty_s3.uri('data')}&access_key=test&secret_key=test", "max_steps": 60, "num_workers": 1}
+    flags = {"data": f"{faulty_s3.uri('data')}&access_key=test&secret_key=test", "max_steps": 24, "num_workers": 1}
     flags |= {"online": online or None, "rows_per_file": 4 if online else None, "max_failures": 0}
     pretrain_command(**flags, output_dir=tmp_path / "undisturbed")
-    began = silent_for_a_minute(60)
+    began = silent_for_a_minute(30)
     pretrain_command(**flags)
     assert time.monotonic() - began[0] > 60
     assert losses(tmp_path / "out.work") == losses(tmp_path / "undisturbed.work")
