@@ -1,56 +1,68 @@
 """The parts of a data set of latents: one Parquet file per chunk of `rows_per_file` rows of a source."""
 
 import itertools
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from common.folders import check_on_node
 from common.storage import Folder, is_remote, read_footer
 from pretraining.columns import to_parquet
-from pretraining.latents import FOOTER_THREADS, LatentEncoder
+from pretraining.index import FILE, PART, THREADS, Index, IndexWriter, Record, describe_part, part_name, read_index
+from pretraining.latents import LatentEncoder
 from pretraining.loader import Loader
 from pretraining.raw_data import Source, read_rows
 
 
-def part_name(source_number: int, chunk_number: int) -> str:
-    """Return the name of the file for a chunk of a source; names sort in the order of the rows."""
-    return f"part-{source_number:06d}-{chunk_number:04d}.parquet"
+def resume(folder: Folder) -> tuple[Index, IndexWriter]:
+    """Return (the parts that are written, the writer of further records) of a data set that is not finished.
+
+    Parts that are not in the index, because a run was killed, are read for it; records of parts that are missing or of
+    another size do not count.
+    """
+    sizes = folder.names(".parquet")
+    files = [name for name in sizes if FILE.fullmatch(name)]
+    index = read_index(folder, files)
+    index = index.only(np.array([sizes.get(index.name(part)) == index.bytes[part] for part in range(len(index))], bool))
+    listed = {index.name(part) for part in range(len(index))}
+    writer = IndexWriter(folder, first=len(files))
+    missing = [name for name in sizes if PART.fullmatch(name) and name not in listed]
+    if not missing:
+        return index, writer
+    with ThreadPoolExecutor(THREADS) as pool:
+        for record in pool.map(partial(read_part, folder), missing):
+            writer.add(record)
+    writer.flush()
+    return resume(folder)
 
 
-def written_parts(folder: Folder) -> dict[str, tuple[int, list[list[str]]]]:
-    """Return {name: (number of good rows, [[key, reason] of each bad row])} of the parts in a folder."""
-    names = [name for name in folder.names(".parquet") if re.fullmatch(r"part-\d{6,}-\d{4,}\.parquet", name)]
-    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        footers = pool.map(partial(read_footer, folder), names)
-    return {name: (sum(rows for _, rows in groups), bad) for name, (_, groups, bad) in zip(names, footers, strict=True)}
+def read_part(folder: Folder, name: str) -> Record:
+    """Return the record of a part from its content; raise CheckFailed if it is damaged."""
+    _, groups, bad = read_footer(folder, name)
+    return describe_part(name, folder.read(name) or b"", sum(rows for _, rows in groups), bad)
 
 
-def missing_parts(sources: list[Source], written: dict[str, Any], rows_per_file: int) -> list[dict[str, Any]]:
+def missing_parts(sources: list[Source], index: Index, rows_per_file: int) -> list[dict[str, Any]]:
     """Return the items of load_chunks for all sources that have a part that is not written."""
     items = []
     for number, source in enumerate(sources):
-        names = [part_name(number, chunk) for chunk in range(-(-source.num_rows // rows_per_file))]
-        done = [name for name in names if name in written]
-        if len(done) < len(names):
-            items.append({"source": vars(source), "number": number, "done": done})
+        done = index.chunks_of(number)
+        if len(done) < -(-source.num_rows // rows_per_file):
+            items.append({"source": vars(source), "number": number, "done": sorted(done)})
     return items
 
 
 def load_chunks(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Iterator[dict[str, Any]]:
     """Yield the chunks of a source that are not written, each as returned by Loader, with the "name" of its part.
 
-    item: {"source": a Source as a dict, "number": its number, "done": names of the parts that are written}.
+    item: {"source": a Source as a dict, "number": its number, "done": chunks whose parts are written}.
     Adjacent chunks are read in one pass.
     """
     source = Source(**item["source"])
-    missing = [
-        chunk
-        for chunk in range(-(-source.num_rows // rows_per_file))
-        if part_name(item["number"], chunk) not in item["done"]
-    ]
+    missing = sorted(set(range(-(-source.num_rows // rows_per_file))) - set(item["done"]))
     for _, adjacent in itertools.groupby(enumerate(missing), key=lambda pair: pair[1] - pair[0]):
         chunks = [chunk for _, chunk in adjacent]
         rows = read_rows(source, chunks[0] * rows_per_file, len(chunks) * rows_per_file)
@@ -70,8 +82,8 @@ class PartWriter:
             check_on_node(output_dir, "--output_dir")  # which the driver has made: else a part would stay on this node
         self.encoder, self.folder = LatentEncoder(**encoder_options), Folder(output_dir)
 
-    def __call__(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Write a chunk, whole or not at all, and return {"name", "rows", "bad"}."""
-        columns = self.encoder(chunk) if chunk["keys"] else {}
-        self.folder.write(chunk["name"], to_parquet(chunk, columns))
-        return {"name": chunk["name"], "rows": len(chunk["keys"]), "bad": chunk["bad"]}
+    def __call__(self, chunk: dict[str, Any]) -> Record:
+        """Write a chunk, whole or not at all, and return the record of its part."""
+        data = to_parquet(chunk, self.encoder(chunk) if chunk["keys"] else {})
+        self.folder.write(chunk["name"], data)
+        return describe_part(chunk["name"], data, len(chunk["keys"]), chunk["bad"])

@@ -1,0 +1,166 @@
+"""The index of a data set of latents: which parts it has, with their rows, sizes and SHA-256, in arrays.
+
+preprocess.py writes it while it runs, one file `index-NNNNN.parquet` for every PARTS_PER_FILE parts in the order in
+which they are done. With it nothing has to list the parts or to open all of them: eight million take some seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from common.storage import Folder, open_parquet
+
+PARTS_PER_FILE = 10_000
+FLUSH_EVERY = 60.0  # seconds after which new parts are in the index: a killed run has to read only later ones
+THREADS = 16  # files that are opened at the same time
+NUMBERS = {"source": "int32", "chunk": "int32", "rows": "int32", "bad": "int32", "bytes": "int64"}  # columns
+PART = re.compile(r"part-(\d{6,})-(\d{4,})\.parquet")
+FILE = re.compile(r"index-\d{5,}\.parquet")
+
+Record = dict[str, Any]  # of a part: the numbers, "sha256" (hex digits), "bad_rows" ([[key, reason], ...])
+
+
+def part_name(source: int, chunk: int) -> str:
+    """Return the name of the file for a chunk of a source; names sort in the order of the rows."""
+    return f"part-{source:06d}-{chunk:04d}.parquet"
+
+
+def describe_part(name: str, data: bytes, rows: int, bad: list[list[str]]) -> Record:
+    """Return the record of a part; data: its content; rows: its good rows; bad: [key, reason] of each bad one."""
+    found = PART.fullmatch(name)
+    assert found, name
+    source, chunk = map(int, found.groups())
+    numbers = {"source": source, "chunk": chunk, "rows": rows, "bad": len(bad), "bytes": len(data)}
+    return {**numbers, "sha256": hashlib.sha256(data).hexdigest(), "bad_rows": bad}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass(frozen=True)
+class Index:
+    """The parts of a data set, sorted by source and chunk: arrays [P], sha256 [P, 32] uint8.
+
+    Training needs the first three only; the others are empty if they were not read.
+    """
+
+    source: np.ndarray
+    chunk: np.ndarray
+    rows: np.ndarray
+    bad: np.ndarray
+    bytes: np.ndarray
+    sha256: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def name(self, part: int) -> str:
+        """Return the name of the file of a part."""
+        return part_name(int(self.source[part]), int(self.chunk[part]))
+
+    def chunks_of(self, source: int) -> set[int]:
+        """Return the chunks of a source that have a part."""
+        first, last = np.searchsorted(self.source, (source, source + 1))
+        return set(self.chunk[first:last].tolist())
+
+    def only(self, mask: np.ndarray) -> Index:
+        """Return the parts where `mask` [P] is true."""
+        return Index(*(getattr(self, each.name)[mask] for each in fields(self)))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the parts' names, numbers of rows and contents."""
+        digest = hashlib.sha256()
+        for array in (self.source, self.chunk, self.rows, self.sha256):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*NUMBERS, "sha256")) -> Index:
+    """Return the index in files of a data set; of parts that are named twice the later record counts.
+
+    columns: those to read, at least source, chunk and rows. Raises CheckFailed if a file is missing or damaged.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(partial(_read_arrays, folder, columns=tuple(columns)), names))
+    empty = {name: np.empty(0, kind) for name, kind in NUMBERS.items()} | {"sha256": np.empty((0, 32), np.uint8)}
+    arrays = {
+        name: np.concatenate([none, *(each[name] for each in found if name in each)]) for name, none in empty.items()
+    }
+    source, chunk = arrays["source"], arrays["chunk"]
+    order = np.lexsort((chunk, source))  # stable: later records stay behind earlier ones
+    source, chunk = source[order], chunk[order]
+    is_last = np.append((source[1:] != source[:-1]) | (chunk[1:] != chunk[:-1]), np.ones(len(source) > 0, bool))
+    order = order[is_last]
+    return Index(**{name: values[order] if len(values) else values for name, values in arrays.items()})
+
+
+def read_bad_rows(folder: Folder, names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield [key, reason] of each bad row of the parts in index files."""
+    for name in names:
+        with open_parquet(folder, name) as parquet:
+            for bad in parquet.read(columns=["bad_rows"])["bad_rows"].to_pylist():
+                yield from json.loads(bad)
+
+
+def _read_arrays(folder: Folder, name: str, columns: tuple[str, ...]) -> dict[str, np.ndarray]:
+    with open_parquet(folder, name) as parquet:
+        table = parquet.read(columns=list(columns))
+    arrays = {column: table[column].combine_chunks() for column in columns}
+    return {
+        column: np.frombuffer(array.buffers()[1], np.uint8).reshape(-1, 32)[: len(array)]
+        if column == "sha256"
+        else array.to_numpy()
+        for column, array in arrays.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+class IndexWriter:
+    """Adds records of parts to the index of a folder; the files from number `first` on are its own."""
+
+    def __init__(self, folder: Folder, first: int) -> None:
+        self.folder, self.number, self.pending, self.written = folder, first, [], time.monotonic()
+
+    def add(self, record: Record) -> None:
+        """Add a part that is written; it is in the index after FLUSH_EVERY at the latest."""
+        self.pending.append(record)
+        if len(self.pending) == PARTS_PER_FILE:
+            self.flush()
+            self.pending, self.number = [], self.number + 1
+        elif time.monotonic() - self.written > FLUSH_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the newest file with all its records so far."""
+        if self.pending:
+            self.folder.write(f"index-{self.number:05d}.parquet", to_bytes(self.pending))
+        self.written = time.monotonic()
+
+
+def to_bytes(records: list[Record]) -> bytes:
+    """Return records as the content of an index file, sorted by source and chunk."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = sorted(records, key=lambda record: (record["source"], record["chunk"]))
+    columns = {name: pa.array([record[name] for record in records], kind) for name, kind in NUMBERS.items()}
+    columns["sha256"] = pa.array([bytes.fromhex(record["sha256"]) for record in records], pa.binary(32))
+    columns["bad_rows"] = pa.array([json.dumps(record["bad_rows"]) for record in records], pa.string())
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), buffer, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    return buffer.getvalue().to_pybytes()
