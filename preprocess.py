@@ -11,17 +11,18 @@ same command again.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import cli, folders, messages
 from common.actors import map_on_actors
-from common.errors import BadInput
+from common.errors import BadInput, CheckFailed
 from common.messages import Progress, say
 from common.objects import local_copy
 from common.storage import Folder, is_remote, join
@@ -29,15 +30,15 @@ from common.uris import shown
 from pipelines.configs import base_name, base_revision, check_resolution
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline
+from pretraining.index import IndexWriter, Record, check_parts, index_files, read_bad_rows, read_index
 from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
 from pretraining.loader import Loader, add_raw_data_flags, loader_options
-from pretraining.parts import PartWriter, load_chunks, missing_parts, written_parts
+from pretraining.parts import PartWriter, load_chunks, missing_parts, resume
 from pretraining.raw_data import Source, list_sources
 
 BAD_ROWS = "bad_rows.jsonl"
+LISTED = 100_000  # rows that it lists at most
 EARLY = 1000  # rows after which a run with too many bad rows fails without waiting for the end
-
-Parts = dict[str, tuple[int, list[list[str]]]]  # {name: (number of good rows, [[key, reason] of each bad row])}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -92,7 +93,9 @@ def read_metadata(output: Folder, overwrite: bool) -> dict[str, Any]:
         ours = "settings" in metadata or output.read(RECORD)
     else:
         ours = metadata and folders.read_manifest(output.location)
-    if not ours and output.kind() and output.names(""):
+    if ours:
+        return metadata if not metadata or _is_whole(output, metadata, overwrite) else {}
+    if output.kind() and output.names(""):
         if is_remote(output.location):
             raise BadInput(
                 f"--output_dir {output.location} holds files that preprocess.py did not write: choose another folder"
@@ -100,7 +103,20 @@ def read_metadata(output: Folder, overwrite: bool) -> dict[str, Any]:
         folders.check_ours(output.location, "--output_dir")
         if not overwrite:
             raise BadInput(f"--output_dir {output.location} is a damaged data set: pass --overwrite to replace it")
-    return metadata if ours else {}
+    return {}
+
+
+def _is_whole(output, metadata, overwrite):
+    """Return whether the parts of a finished data set are there; raise BadInput if not, unless it may be replaced."""
+    try:
+        if "index" in metadata:  # older data sets have none
+            check_parts(output, metadata["index"])
+    except CheckFailed as error:
+        if not overwrite:
+            what = f"--output_dir {output.location} is a damaged data set ({error})"
+            raise BadInput(f"{what}: pass --overwrite to replace it") from None
+        return False
+    return True
 
 
 def column_shapes(model_dir: str, resolutions: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -121,13 +137,13 @@ def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int],
     return size
 
 
-def check_bad_rows(location: str, good: int, bad: list[list[str]], max_bad_fraction: float) -> None:
-    """Raise BadInput if the bad rows, [key, reason] each, exceed the largest share that is allowed."""
-    if len(bad) > max_bad_fraction * (good + len(bad)):
-        key, reason = bad[0]
+def check_bad_rows(args: argparse.Namespace, folder: Folder, good: int, bad: int) -> None:
+    """Raise BadInput if the bad rows exceed the largest share that is allowed; folder: has the index, with reasons."""
+    if bad > args.max_bad_fraction * (good + bad):
+        key, reason = next(read_bad_rows(folder, index_files(folder)))
         raise BadInput(
-            f"--input {location}: {len(bad)} of {good + len(bad)} rows are bad, more than --max_bad_fraction "
-            f"{max_bad_fraction:g} allows; the first is {key}: {reason}"
+            f"--input {args.input}: {bad} of {good + bad} rows are bad, more than --max_bad_fraction "
+            f"{args.max_bad_fraction:g} allows; the first is {key}: {reason}"
         )
 
 
@@ -152,17 +168,11 @@ def begin(folder: Folder, settings: dict[str, Any], overwrite: bool) -> None:
             path.unlink()
 
 
-def count_rows(parts: Parts) -> tuple[int, list[list[str]]]:
-    """Return (number of good rows, [[key, reason] of each bad row]) of all parts, in their order."""
-    return sum(rows for rows, _ in parts.values()), [row for _, bad in parts.values() for row in bad]
-
-
-def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Source]) -> Parts:
-    """Write the missing parts; return all parts, sorted by name."""
-    parts = written_parts(folder)
-    good, bad = count_rows(parts)
-    total = sum(source.num_rows for source in sources)
-    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - good - len(bad))
+def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Source]) -> None:
+    """Write the missing parts, and the index of all."""
+    index, writer = resume(folder)
+    total, done = sum(source.num_rows for source in sources), int(index.rows.sum() + index.bad.sum())
+    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - done)
     check_model(args.model_dir)
     options = {
         "output_dir": folder.location,
@@ -171,25 +181,43 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
         "batch_size": args.encoding_batch_size,
         "mixed_precision": args.mixed_precision,
     }
-    items = missing_parts(sources, parts, args.rows_per_file)
+    items = missing_parts(sources, index, args.rows_per_file)
     loader = Loader(**loader_options(args, args.resolutions))
     prepare = partial(load_chunks, loader=loader, rows_per_file=args.rows_per_file)
     results = map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
-    with Progress("preprocess", total, "rows", initial=good + len(bad)) as progress:
-        for result in results:
-            parts[result["name"]] = (result["rows"], result["bad"])
-            good, bad = good + result["rows"], bad + result["bad"]
-            progress.update(result["rows"] + len(result["bad"]), bad=len(bad))
-            if good + len(bad) >= EARLY:
-                check_bad_rows(args.input, good, bad, args.max_bad_fraction)
-    return dict(sorted(parts.items()))
+    record_parts(args, folder, writer, results, total, int(index.rows.sum()), int(index.bad.sum()))
 
 
-def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], parts: Parts) -> None:
-    """Check the share of bad rows and write bad_rows.jsonl and metadata.json; publish a local folder."""
-    good, bad = count_rows(parts)
-    check_bad_rows(args.input, good, bad, args.max_bad_fraction)
-    folder.write(BAD_ROWS, "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad).encode())
+def record_parts(
+    args: argparse.Namespace,
+    folder: Folder,
+    writer: IndexWriter,
+    results: Iterable[Record],
+    total: int,
+    good: int,
+    bad: int,
+) -> None:
+    """Add the parts that PartWriter writes to the index; end with BadInput as soon as too many rows are bad.
+
+    total: rows of the data set. good, bad: rows of earlier parts.
+    """
+    with Progress("preprocess", total, "rows", initial=good + bad) as progress, writer:
+        for record in results:
+            writer.add(record)
+            good, bad = good + record["rows"], bad + record["bad"]
+            progress.update(record["rows"] + record["bad"], bad=bad)
+            if good + bad >= EARLY and bad > args.max_bad_fraction * (good + bad):
+                break
+    check_bad_rows(args, folder, good, bad)
+
+
+def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any]) -> None:
+    """Write bad_rows.jsonl and metadata.json; publish a local folder."""
+    files = index_files(folder)
+    index, bad_rows = read_index(folder, files), list(itertools.islice(read_bad_rows(folder, files), LISTED))
+    good, bad = int(index.rows.sum()), int(index.bad.sum())
+    lines = [json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad_rows]
+    folder.write(BAD_ROWS, "".join(lines).encode())
     shapes = column_shapes(args.model_dir, args.resolutions)
     metadata = {
         "family": find_family(args.model_dir).name,
@@ -199,19 +227,22 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
         "resolutions": args.resolutions,
         "shapes": {name: shape for name, shape in shapes.items() if not name.endswith("_std")},
         "scaled": False,
+        "parts": len(index),
         "rows": good,
-        "bad_rows": len(bad),
+        "bad_rows": bad,
+        "index": {"files": files, "sha256": index.digest},
         "settings": settings,
     }
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):
-        folders.publish(Path(folder.location), args.output_dir, settings=settings)
-    for key, reason in bad[:10]:
+        folders.publish(Path(folder.location), args.output_dir, [METADATA, BAD_ROWS, *files], settings=settings)
+    for key, reason in bad_rows[:10]:
         say(f"skipped {key}: {reason}")
     if bad:
-        say(f"skipped {len(bad)} bad rows of {good + len(bad)}: {join(args.output_dir, BAD_ROWS)} lists them all")
-    messages.print_result(output_dir=args.output_dir, rows=good, bad_rows=len(bad))
+        what = "lists them all" if bad <= LISTED else f"lists {LISTED} of them, index-*.parquet has all"
+        say(f"skipped {bad} bad rows of {good + bad}: {join(args.output_dir, BAD_ROWS)} {what}")
+    messages.print_result(output_dir=args.output_dir, rows=good, bad_rows=bad)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -240,8 +271,8 @@ def main(args: argparse.Namespace) -> None:
     with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK):
         folder = output if remote else Folder(f"{work_dir}/parts")
         begin(folder, settings, args.overwrite)
-        parts = encode_missing(args, folder, sources)
-        finish(args, folder, settings, parts)
+        encode_missing(args, folder, sources)
+        finish(args, folder, settings)
     if not remote:
         shutil.rmtree(work_dir)
 

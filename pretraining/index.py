@@ -1,6 +1,6 @@
 """The index of a data set of latents: which parts it has, with their rows, sizes and SHA-256, in arrays.
 
-preprocess.py writes it while it runs, one file `index-NNNNN.parquet` for every PARTS_PER_FILE parts in the order in
+preprocess.py writes it while it runs, one file `_index-NNNNN.parquet` for every PARTS_PER_FILE parts in the order in
 which they are done. With it nothing has to list the parts or to open all of them: eight million take some seconds.
 """
 
@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -18,16 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from common.storage import Folder, open_parquet
+from common.errors import CheckFailed
+from common.storage import Folder, join, open_parquet
 
 PARTS_PER_FILE = 10_000
 FLUSH_EVERY = 60.0  # seconds after which new parts are in the index: a killed run has to read only later ones
+CHECKED = 1000  # parts whose sizes are compared before they are used
 THREADS = 16  # files that are opened at the same time
 NUMBERS = {"source": "int32", "chunk": "int32", "rows": "int32", "bad": "int32", "bytes": "int64"}  # columns
 PART = re.compile(r"part-(\d{6,})-(\d{4,})\.parquet")
-FILE = re.compile(r"index-\d{5,}\.parquet")
+FILE = re.compile(r"_index-\d{5,}\.parquet")  # readers of a folder of Parquet files pass over names with _
 
-Record = dict[str, Any]  # of a part: the numbers, "sha256" (hex digits), "bad_rows" ([[key, reason], ...])
+Record = dict[str, Any]  # of a part: the numbers, "sha256" (hex digits), "bad_rows" (JSON of [[key, reason], ...])
 
 
 def part_name(source: int, chunk: int) -> str:
@@ -41,7 +43,7 @@ def describe_part(name: str, data: bytes, rows: int, bad: list[list[str]]) -> Re
     assert found, name
     source, chunk = map(int, found.groups())
     numbers = {"source": source, "chunk": chunk, "rows": rows, "bad": len(bad), "bytes": len(data)}
-    return {**numbers, "sha256": hashlib.sha256(data).hexdigest(), "bad_rows": bad}
+    return {**numbers, "sha256": hashlib.sha256(data).hexdigest(), "bad_rows": json.dumps(bad)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,7 +78,8 @@ class Index:
 
     def only(self, mask: np.ndarray) -> Index:
         """Return the parts where `mask` [P] is true."""
-        return Index(*(getattr(self, each.name)[mask] for each in fields(self)))
+        arrays = (getattr(self, each.name) for each in fields(self))
+        return Index(*(array[mask] if len(array) else array for array in arrays))
 
     @property
     def digest(self) -> str:
@@ -85,6 +88,11 @@ class Index:
         for array in (self.source, self.chunk, self.rows, self.sha256):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
+
+
+def index_files(folder: Folder) -> list[str]:
+    """Return the names of the index files in a folder; lists the parts too, so only preprocess.py calls it."""
+    return [name for name in folder.names(".parquet") if FILE.fullmatch(name)]
 
 
 def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*NUMBERS, "sha256")) -> Index:
@@ -101,9 +109,29 @@ def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*
     source, chunk = arrays["source"], arrays["chunk"]
     order = np.lexsort((chunk, source))  # stable: later records stay behind earlier ones
     source, chunk = source[order], chunk[order]
-    is_last = np.append((source[1:] != source[:-1]) | (chunk[1:] != chunk[:-1]), np.ones(len(source) > 0, bool))
+    is_last = np.append((source[1:] != source[:-1]) | (chunk[1:] != chunk[:-1]), np.ones(min(len(source), 1), bool))
     order = order[is_last]
     return Index(**{name: values[order] if len(values) else values for name, values in arrays.items()})
+
+
+def check_parts(folder: Folder, entry: Mapping[str, Any]) -> Index:
+    """Return the index of a finished data set, and raise CheckFailed if it or a part of it is not as it was written.
+
+    entry: {"files", "sha256"} of its metadata.json. The sizes of CHECKED parts, evenly spaced, are compared, so of all
+    if there are not more.
+    """
+    index = read_index(folder, entry["files"])
+    if index.digest != entry["sha256"]:
+        raise CheckFailed(f"{folder.location}: metadata.json and the index beside it differ: encode the data again")
+    chosen = np.unique(np.linspace(0, len(index) - 1, CHECKED).round().astype(int)) if len(index) else np.empty(0, int)
+    names, sizes = list(map(index.name, chosen.tolist())), index.bytes[chosen].tolist()
+    for name, found, size in zip(names, folder.sizes(names), sizes, strict=True):
+        place = join(folder.location, name)
+        if found is None:
+            raise CheckFailed(f"{place} is missing: encode the data again")
+        if found != size:
+            raise CheckFailed(f"{place} is damaged, its size is not {size} bytes: encode the data again")
+    return index
 
 
 def read_bad_rows(folder: Folder, names: Iterable[str]) -> Iterator[list[str]]:
@@ -112,6 +140,13 @@ def read_bad_rows(folder: Folder, names: Iterable[str]) -> Iterator[list[str]]:
         with open_parquet(folder, name) as parquet:
             for bad in parquet.read(columns=["bad_rows"])["bad_rows"].to_pylist():
                 yield from json.loads(bad)
+
+
+def read_records(folder: Folder, name: str) -> list[Record]:
+    """Return the records in a file of an index."""
+    with open_parquet(folder, name) as parquet:
+        rows = parquet.read().to_pylist()
+    return [row | {"sha256": row["sha256"].hex()} for row in rows]
 
 
 def _read_arrays(folder: Folder, name: str, columns: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -131,10 +166,10 @@ def _read_arrays(folder: Folder, name: str, columns: tuple[str, ...]) -> dict[st
 
 
 class IndexWriter:
-    """Adds records of parts to the index of a folder; the files from number `first` on are its own."""
+    """Adds records of parts to the index of a folder; it goes on with file `number`, which holds `records` so far."""
 
-    def __init__(self, folder: Folder, first: int) -> None:
-        self.folder, self.number, self.pending, self.written = folder, first, [], time.monotonic()
+    def __init__(self, folder: Folder, number: int = 0, records: Iterable[Record] = ()) -> None:
+        self.folder, self.number, self.pending, self.written = folder, number, list(records), time.monotonic()
 
     def add(self, record: Record) -> None:
         """Add a part that is written; it is in the index after FLUSH_EVERY at the latest."""
@@ -145,10 +180,16 @@ class IndexWriter:
         elif time.monotonic() - self.written > FLUSH_EVERY:
             self.flush()
 
+    def __enter__(self) -> IndexWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
+
     def flush(self) -> None:
         """Write the newest file with all its records so far."""
         if self.pending:
-            self.folder.write(f"index-{self.number:05d}.parquet", to_bytes(self.pending))
+            self.folder.write(f"_index-{self.number:05d}.parquet", to_bytes(self.pending))
         self.written = time.monotonic()
 
 
@@ -160,7 +201,7 @@ def to_bytes(records: list[Record]) -> bytes:
     records = sorted(records, key=lambda record: (record["source"], record["chunk"]))
     columns = {name: pa.array([record[name] for record in records], kind) for name, kind in NUMBERS.items()}
     columns["sha256"] = pa.array([bytes.fromhex(record["sha256"]) for record in records], pa.binary(32))
-    columns["bad_rows"] = pa.array([json.dumps(record["bad_rows"]) for record in records], pa.string())
+    columns["bad_rows"] = pa.array([record["bad_rows"] for record in records], pa.string())
     buffer = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), buffer, compression="zstd", use_dictionary=False, write_page_checksum=True)
     return buffer.getvalue().to_pybytes()

@@ -26,13 +26,12 @@ from pipelines.family import Family
 from pipelines.model_folder import digest_parts
 from pipelines.tokens import tokenizer_of
 from pretraining.columns import Fields, read_columns
-from pretraining.index import Index, read_index
+from pretraining.index import Index, check_parts, read_index
 from pretraining.streams import Arrays, Piece
 
 METADATA = "metadata.json"
 RECORD = "run.json"  # settings of an unfinished data set
 FOOTER_THREADS = 16
-CHECKED = 1000  # parts whose sizes are compared before a training begins
 SUPPORTED = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # pipelines that can be pre-trained
 
 
@@ -269,21 +268,8 @@ def open_latents(
 
 
 def _open_parts(folder, index):
-    """Check the parts in an index; return {name: (columns, [(row group, rows)])} of the first one that holds rows.
-
-    The sizes of CHECKED parts, evenly spaced, are compared: of all of them if there are not more.
-    """
-    parts = read_index(folder, index["files"])
-    if parts.digest != index["sha256"]:
-        raise CheckFailed(f"{join(folder.location, METADATA)} and the index beside it differ: encode the data again")
-    chosen = np.unique(np.linspace(0, len(parts) - 1, CHECKED).round().astype(int))
-    names = [parts.name(part) for part in chosen]
-    for name, found, size in zip(names, folder.sizes(names), parts.bytes[chosen].tolist(), strict=True):
-        place = join(folder.location, name)
-        if found is None:
-            raise CheckFailed(f"{place} is missing: encode the data again")
-        if found != size:
-            raise CheckFailed(f"{place} is damaged, its size is not {size} bytes: encode the data again")
+    """Check the parts in an index; return {name: (columns, [(row group, rows)])} of the first one that holds rows."""
+    parts = check_parts(folder, index)
     filled = np.flatnonzero(parts.rows)
     if not len(filled):
         return {}
@@ -297,8 +283,9 @@ def _list_files(folder):
 
     Raises CheckFailed if a file in its manifest is missing or of another size.
     """
-    sizes, named = folder.names(".parquet"), json.loads(folder.read(MANIFEST) or "{}").get("files", {})
-    for name in [name for name in named if name.endswith(".parquet")]:
+    sizes = {name: size for name, size in folder.names(".parquet").items() if name[0] != "_"}
+    named = json.loads(folder.read(MANIFEST) or "{}").get("files", {})
+    for name in [name for name in named if name.endswith(".parquet") and name[0] != "_"]:
         place, size = join(folder.location, name), named[name]["size"]
         if name not in sizes:
             raise CheckFailed(f"{place} is missing: encode the data again")

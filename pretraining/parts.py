@@ -11,7 +11,19 @@ import numpy as np
 from common.folders import check_on_node
 from common.storage import Folder, is_remote, read_footer
 from pretraining.columns import to_parquet
-from pretraining.index import FILE, PART, THREADS, Index, IndexWriter, Record, describe_part, part_name, read_index
+from pretraining.index import (
+    FILE,
+    PART,
+    PARTS_PER_FILE,
+    THREADS,
+    Index,
+    IndexWriter,
+    Record,
+    describe_part,
+    part_name,
+    read_index,
+    read_records,
+)
 from pretraining.latents import LatentEncoder
 from pretraining.loader import Loader
 from pretraining.raw_data import Source, read_rows
@@ -28,14 +40,16 @@ def resume(folder: Folder) -> tuple[Index, IndexWriter]:
     index = read_index(folder, files)
     index = index.only(np.array([sizes.get(index.name(part)) == index.bytes[part] for part in range(len(index))], bool))
     listed = {index.name(part) for part in range(len(index))}
-    writer = IndexWriter(folder, first=len(files))
+    newest = [record for name in files[-1:] for record in read_records(folder, name)]
+    is_full = len(newest) >= PARTS_PER_FILE
+    newest = [] if is_full else [each for each in newest if part_name(each["source"], each["chunk"]) in listed]
+    writer = IndexWriter(folder, len(files) - bool(files and not is_full), newest)
     missing = [name for name in sizes if PART.fullmatch(name) and name not in listed]
     if not missing:
         return index, writer
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool, writer:
         for record in pool.map(partial(read_part, folder), missing):
             writer.add(record)
-    writer.flush()
     return resume(folder)
 
 
