@@ -4,6 +4,7 @@ raw_data   lists Parquet files, metadata.jsonl and tars as sources, and reads th
 loader     fetches, decodes and crops the images of rows
 latents    encodes images and captions; opens and reads data sets of latents
 columns    Parquet columns of tensors
+index      which parts a data set has, in arrays
 parts      writes one Parquet file of latents per chunk of rows: the actor of preprocess.py
 streams    order of the rows on each worker
 online     raw data encoded while training
