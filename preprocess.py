@@ -15,15 +15,14 @@ import json
 import math
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import cli, folders, messages
 from common.actors import map_on_actors
-from common.errors import BadInput, TryAgain
+from common.errors import BadInput, CheckFailed
 from common.messages import Progress, say
 from common.objects import local_copy
 from common.outages import working
@@ -32,24 +31,17 @@ from common.uris import shown
 from pipelines.configs import base_name, base_revision, check_resolution
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline
-from pretraining.columns import row_number
 from pretraining.filters import add_filter_flags, chosen_filters
+from pretraining.index import COUNTS, IndexWriter, Record, check_parts, index_files, read_index
 from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
-from pretraining.loader import Loader, add_raw_data_flags, likely_bad, loader_options
-from pretraining.parts import (
-    Parts,
-    PartWriter,
-    load_again,
-    load_chunks,
-    missing_parts,
-    parts_to_complete,
-    written_parts,
-)
+from pretraining.loader import Loader, add_raw_data_flags, loader_options
+from pretraining.parts import PartWriter, load_again, load_chunks, missing_parts, parts_to_complete, resume
 from pretraining.raw_data import Source, list_sources
+from pretraining.tally import Tally, check, count_filtered, list_bad_rows
 
 BAD_ROWS = "bad_rows.jsonl"
+LISTED = 100_000  # rows that it lists at most
 EARLY = 1000  # rows after which a run with too many bad rows fails without waiting for the end
-MOST_LATER = 0.5  # share of rows that cannot be fetched, above which the network or a server is taken to be away
 AGAIN_AFTER = (5.0, 30.0)  # seconds before each further attempt at the rows that could not be fetched
 
 
@@ -111,7 +103,9 @@ def read_metadata(output: Folder, overwrite: bool) -> dict[str, Any]:
         ours = "settings" in metadata or output.read(RECORD)
     else:
         ours = metadata and folders.read_manifest(output.location)
-    if not ours and output.kind() and output.names(""):
+    if ours:
+        return metadata if not metadata or _is_whole(output, metadata, overwrite) else {}
+    if output.kind() and output.names(""):
         if is_remote(output.location):
             raise BadInput(
                 f"--output_dir {output.location} holds files that preprocess.py did not write: choose another folder"
@@ -119,7 +113,20 @@ def read_metadata(output: Folder, overwrite: bool) -> dict[str, Any]:
         folders.check_ours(output.location, "--output_dir")
         if not overwrite:
             raise BadInput(f"--output_dir {output.location} is a damaged data set: pass --overwrite to replace it")
-    return metadata if ours else {}
+    return {}
+
+
+def _is_whole(output, metadata, overwrite):
+    """Return whether the parts of a finished data set are there; raise BadInput if not, unless it may be replaced."""
+    try:
+        if "index" in metadata:  # older data sets have none
+            check_parts(output, metadata["index"])
+    except CheckFailed as error:
+        if not overwrite:
+            what = f"--output_dir {output.location} is a damaged data set ({error})"
+            raise BadInput(f"{what}: pass --overwrite to replace it") from None
+        return False
+    return True
 
 
 def column_shapes(model_dir: str, resolutions: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -138,32 +145,6 @@ def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int],
     if not is_remote(output_dir):
         folders.check_space([("--output_dir", output_dir, size)])
     return size
-
-
-def check_bad_rows(
-    location: str, good: int, bad: list[list[str]], max_bad_fraction: float, is_early: bool = False
-) -> None:
-    """Raise BadInput if the bad rows, [key, reason] each, exceed the largest share that is allowed.
-
-    is_early: these are not all rows, so that the share may differ by chance.
-    """
-    total = good + len(bad)
-    if len(bad) > (likely_bad(total, max_bad_fraction) if is_early else max_bad_fraction * total):
-        key, reason = bad[0]
-        raise BadInput(
-            f"--input {location}: {len(bad)} of {total} rows are bad, more than --max_bad_fraction "
-            f"{max_bad_fraction:g} allows; the first is {key}: {reason}"
-        )
-
-
-def check_reachable(location: str, settled: int, later: list[list[str]], most: float) -> None:
-    """Raise TryAgain if a larger share of the rows than `most` could not be fetched; settled: number of the others."""
-    if len(later) > most * (settled + len(later)):
-        (key, reason), total = later[0], settled + len(later)
-        raise TryAgain(
-            f"--input {location}: {len(later)} of {total} rows cannot be fetched now; the first is {key}: {reason}: "
-            f"run the same command again when the servers answer, or pass a larger --max_bad_fraction"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,60 +168,55 @@ def begin(folder: Folder, settings: dict[str, Any], overwrite: bool) -> None:
             path.unlink()
 
 
-def count_rows(parts: Parts) -> tuple[int, list[list[str]], list[list[str]], Counter[str]]:
-    """Return (number of good rows, bad rows, rows that could not be fetched, filtered rows by reason) of all parts."""
-    good, bad, later, filtered = zip(*parts.values(), strict=True) if parts else ((), (), (), ())
-    counts: Counter[str] = Counter()
-    for reasons in filtered:
-        counts.update(reasons)
-    return sum(good), [row for rows in bad for row in rows], [row for rows in later for row in rows], counts
-
-
-def all_bad(bad: list[list[str]], later: list[list[str]]) -> list[list[str]]:
-    """Return the bad rows of a part with those that could not be fetched, in the order of their numbers."""
-    return sorted([*bad, *([key, f"{reason}, also when tried again"] for key, reason in later)], key=row_number)
-
-
-def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Source]) -> Parts:
-    """Write the missing parts; return all parts, sorted by name."""
-    parts = written_parts(folder)
-    good, bad, later, filtered = count_rows(parts)
-    total = sum(source.num_rows for source in sources)
-    done = good + len(bad) + len(later) + filtered.total()
-    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - done)
+def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Source]) -> IndexWriter:
+    """Write the missing parts; return the writer of the index, which has all parts."""
+    index, writer = resume(folder)
+    tally, total = Tally.of(index), sum(source.num_rows for source in sources)
+    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - tally.total)
     check_model(args.model_dir)
-    items = missing_parts(sources, parts, args.rows_per_file)
-    with Progress("preprocess", total, "rows", initial=done) as progress:
-        for result in write_parts(args, folder, items, load_chunks):
-            parts[result["name"]] = note(result)
-            good, bad, later = good + result["rows"], bad + result["bad"], later + result["later"]
-            left_out = len(result["bad"]) + len(result["later"]) + sum(result["filtered"].values())
-            progress.update(result["rows"] + left_out, bad=len(bad))
-            if good + len(bad) + len(later) >= EARLY:
-                check_bad_rows(args.input, good, bad, args.max_bad_fraction, is_early=True)
-                check_reachable(args.input, good + len(bad), later, max(MOST_LATER, args.max_bad_fraction))
-    return dict(sorted(parts.items()))
+    items = missing_parts(sources, index, args.rows_per_file)
+    with Progress("preprocess", total, "rows", initial=tally.total) as progress:
+        record_parts(args, folder, writer, tally, progress, write_parts(args, folder, items, load_chunks))
+    return writer
 
 
-def note(result: dict[str, Any]) -> tuple[int, list, list, dict]:
-    """Return what Parts has of a result of PartWriter."""
-    return result["rows"], result["bad"], result["later"], result["filtered"]
+def record_parts(
+    args: argparse.Namespace,
+    folder: Folder,
+    writer: IndexWriter,
+    tally: Tally,
+    progress: Progress,
+    records: Iterable[Record],
+) -> None:
+    """Add new parts to the index; end with an error as soon as too many rows are bad or cannot be fetched."""
+    with writer:
+        for record in records:
+            writer.add(record)
+            tally.add(record)
+            progress.update(sum(record[name] for name in COUNTS), bad=tally.bad)
+            if tally.wanted >= EARLY and tally.is_too_bad(args.max_bad_fraction):
+                break
+    if tally.wanted >= EARLY:
+        check(args.input, folder, tally, args.max_bad_fraction, is_early=True)
 
 
-def fetch_again(args: argparse.Namespace, folder: Folder, sources: list[Source], parts: Parts) -> Parts:
-    """Try to fetch the rows that could not be fetched when their parts were written; return all parts."""
+def fetch_again(args: argparse.Namespace, folder: Folder, sources: list[Source], writer: IndexWriter) -> None:
+    """Try to fetch the rows that could not be fetched when their parts were written."""
     for pause in AGAIN_AFTER:
-        if items := parts_to_complete(sources, parts, args.rows_per_file):
-            say(f"fetching {len(count_rows(parts)[2])} rows again, in {pause:g} s, that could not be fetched")
-            time.sleep(pause)
-        for result in write_parts(args, folder, items, load_again):
-            parts[result["name"]] = note(result)
-    return parts
+        index = read_index(folder, index_files(folder))
+        if not index.later.any():
+            return
+        say(f"fetching {index.later.sum()} rows again, in {pause:g} s, that could not be fetched")
+        time.sleep(pause)
+        with writer:
+            items = parts_to_complete(folder, sources, index)
+            for record in write_parts(args, folder, items, load_again):
+                writer.add(record)
 
 
 def write_parts(
     args: argparse.Namespace, folder: Folder, items: list[dict[str, Any]], load: Callable[..., Iterator]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
     """Yield the results of PartWriter for the chunks that `load`, load_chunks or load_again, makes of the items."""
     options = {
         "output_dir": folder.location,
@@ -254,14 +230,16 @@ def write_parts(
     return map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
 
 
-def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], parts: Parts) -> None:
+def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any]) -> None:
     """Check the share of bad rows and write bad_rows.jsonl and metadata.json; publish a local folder."""
-    good, bad, later, filtered = count_rows(parts)
-    check_bad_rows(args.input, good + len(later), bad, args.max_bad_fraction)
-    settled = good + len(bad)
-    check_reachable(args.input, settled, later, args.max_bad_fraction - len(bad) / max(1, settled + len(later)))
-    bad = [row for _, *lists, _ in parts.values() for row in all_bad(*lists)]
-    folder.write(BAD_ROWS, "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad).encode())
+    files = index_files(folder)
+    index = read_index(folder, files)
+    tally = Tally.of(index)
+    check(args.input, folder, tally, args.max_bad_fraction)
+    bad, filtered = tally.bad + tally.later, count_filtered(folder) if tally.filtered else {}
+    bad_rows = list_bad_rows(folder, LISTED) if bad else []
+    lines = [json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad_rows]
+    folder.write(BAD_ROWS, "".join(lines).encode())
     shapes = column_shapes(args.model_dir, args.resolutions)
     metadata = {
         "family": find_family(args.model_dir).name,
@@ -271,20 +249,23 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], p
         "resolutions": args.resolutions,
         "shapes": {name: shape for name, shape in shapes.items() if not name.endswith("_std")},
         "scaled": False,
-        "rows": good,
-        "bad_rows": len(bad),
+        "parts": len(index),
+        "rows": tally.rows,
+        "bad_rows": bad,
+        "index": {"files": files, "sha256": index.digest},
         "settings": settings,
     }
     if filtered:
-        metadata["filtered_rows"] = dict(filtered)
+        metadata["filtered_rows"] = filtered
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):
-        folders.publish(Path(folder.location), args.output_dir, settings=settings)
-    for key, reason in bad[:10]:
+        folders.publish(Path(folder.location), args.output_dir, [METADATA, BAD_ROWS, *files], settings=settings)
+    for key, reason in bad_rows[:10]:
         say(f"skipped {key}: {reason}")
     if bad:
-        say(f"skipped {len(bad)} bad rows of {good + len(bad)}: {join(args.output_dir, BAD_ROWS)} lists them all")
+        what = "lists them all" if bad <= LISTED else f"lists {LISTED} of them, the index all"
+        say(f"skipped {bad} bad rows of {tally.rows + bad}: {join(args.output_dir, BAD_ROWS)} {what}")
     for reason, count in sorted(filtered.items()):
         say(f"filtered {count} rows: {reason}")
     print_rows(args.output_dir, metadata)
@@ -322,8 +303,8 @@ def main(args: argparse.Namespace) -> None:
     with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK), working():
         folder = output if remote else Folder(f"{work_dir}/parts")
         begin(folder, settings, args.overwrite)
-        parts = fetch_again(args, folder, sources, encode_missing(args, folder, sources))
-        finish(args, folder, settings, parts)
+        fetch_again(args, folder, sources, encode_missing(args, folder, sources))
+        finish(args, folder, settings)
     if not remote:
         shutil.rmtree(work_dir)
 

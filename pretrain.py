@@ -142,6 +142,7 @@ def denoising_losses(model, batch, family, objective, vae_config):
 
     objective: of pipelines.objectives. A batch without "std" holds scaled latents.
     """
+    batch = {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
     latents = batch["mean"]  # B c h w
     if "std" in batch:
         latents = loading.scale_latents(latents + batch["std"] * batch["posterior_noise"], vae_config)
@@ -279,7 +280,7 @@ def read_inputs(args):
 
 def plan_steps(args, settings, data, num_workers):
     """Add the rows of a step, of all workers together, to `settings`; return the number of steps to train for."""
-    total = sum(data.chunk_rows)
+    total = int(data.chunk_rows.sum())
     rows = total - args.num_validation_rows
     per_step = args.batch_size_per_worker * args.gradient_accumulation_steps * max(1, num_workers)
     settings["rows_per_step"] = per_step
@@ -306,7 +307,7 @@ def explain(args, settings, data):
     workers = settings["rows_per_step"] // (args.batch_size_per_worker * args.gradient_accumulation_steps)
     gpu = estimate.pretraining_bytes(args, settings["unet"], workers)
     return {
-        "rows": sum(data.chunk_rows),
+        "rows": int(data.chunk_rows.sum()),
         "trained_weights": weights,
         "disk_bytes": asdict(needs),
         "gpu_bytes_in_bf16": gpu | {"sum": sum(gpu.values())},

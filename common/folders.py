@@ -191,22 +191,27 @@ def staging(target: str | Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return {name: {"size": bytes, "sha256": hex digits}} of all files of a folder at any depth, sorted by path."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+def describe_files(folder: Path, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Return {name: {"size": bytes, "sha256": hex digits}} of files of a folder, sorted by path.
+
+    names: of these files; default: all files at any depth.
+    """
+    found = folder.rglob("*") if names is None else (folder / name for name in names)
+    paths = sorted(path for path in found if path.is_file())
     return {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
         for path, digest in zip(paths, sha256_files(paths), strict=True)
     }
 
 
-def publish(folder: str | Path, target: str | Path, **facts: Any) -> None:
+def publish(folder: str | Path, target: str | Path, names: Iterable[str] | None = None, /, **facts: Any) -> None:
     """Write a manifest of `folder`'s files with additional `facts`, sync all to disk, and rename it to `target`.
 
+    names: of the files that the manifest lists; the others must be on disk already. Default: all files.
     A folder that exists at `target` is removed only after that; `recover` restores it if the run is killed in between.
     """
     folder, target = Path(folder), Path(target)
-    files = describe_files(folder)
+    files = describe_files(folder, names)
     for name in files:
         make_readable(folder / name)
         sync(folder / name)

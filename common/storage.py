@@ -5,7 +5,7 @@ import functools
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,15 @@ class Folder:
             found = self.filesystem.get_file_info(FileSelector(self.path, recursive=True))
             names = {info.path[len(self.path) + 1 :]: info.size for info in found if info.is_file}
         return {name: names[name] for name in sorted(names) if name.lower().endswith(suffixes) and name[0] != "."}
+
+    @patient
+    def sizes(self, names: Iterable[str]) -> list[int | None]:
+        """Return the size in bytes of each file, None for one that is missing; asks for all of them at once."""
+        from pyarrow.fs import FileType
+
+        with self._told():
+            found = self.filesystem.get_file_info([self._full(name) for name in names])
+        return [info.size if info.type == FileType.File else None for info in found]
 
     @patient
     def kind(self) -> str | None:

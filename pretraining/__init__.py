@@ -1,12 +1,14 @@
 """Pre-training data: raw images and captions, the latents made from them, and the batches of each training worker.
 
 raw_data   lists Parquet files, metadata.jsonl and tars as sources, and reads their rows
+tally      counts of rows, shares of bad ones
 tars       samples of WebDataset tars: counts, indexes and reads them
 filters    conditions on the columns of Parquet files
 fetching   fetches image URLs, hundreds at a time
 loader     reads, decodes and crops the images of rows
 latents    encodes images and captions; opens and reads data sets of latents
 columns    Parquet columns of tensors
+index      which parts a data set has, in arrays
 parts      writes one Parquet file of latents per chunk of rows: the actor of preprocess.py
 streams    order of the rows on each worker
 online     raw data encoded while training

@@ -74,16 +74,17 @@ def with_noise(batch: Arrays, drawn: list[tuple[np.ndarray, np.ndarray, int]]) -
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
 
 
-def hold_out(chunk_rows: tuple[int, ...], num_rows: int) -> tuple[tuple[int, ...], list[Piece]]:
+def hold_out(chunk_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, list[Piece]]:
     """Return (number of rows in each chunk left for training, pieces of the last `num_rows` rows)."""
-    kept, pieces = list(chunk_rows), []
+    kept, pieces = np.array(chunk_rows), []
     for chunk in reversed(range(len(kept))):
-        take = min(kept[chunk], num_rows)
+        rows = int(kept[chunk])
+        take = min(rows, num_rows)
         if not take:
             break
-        pieces.append({"chunk": chunk, "first": kept[chunk] - take, "last": kept[chunk], "epoch": 0})
-        kept[chunk], num_rows = kept[chunk] - take, num_rows - take
-    return tuple(kept), pieces[::-1]
+        pieces.append({"chunk": chunk, "first": rows - take, "last": rows, "epoch": 0})
+        kept[chunk], num_rows = rows - take, num_rows - take
+    return kept, pieces[::-1]
 
 
 def validation_batches(

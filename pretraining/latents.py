@@ -3,6 +3,7 @@
 A data set is a folder of Parquet files, with the columns that LatentEncoder names and a metadata.json.
 """
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +27,14 @@ from pipelines.families import SD, find_family
 from pipelines.family import Family
 from pipelines.model_folder import digest_parts
 from pipelines.tokens import tokenizer_of
-from pretraining.columns import from_column
+from pretraining.columns import Fields, read_columns
+from pretraining.index import Index, check_parts, read_index
+from pretraining.streams import Arrays, Piece
 
 METADATA = "metadata.json"
 RECORD = "run.json"  # settings of an unfinished data set
 FOOTER_THREADS = 16
 SUPPORTED = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # pipelines that can be pre-trained
-
-Fields = dict[str, tuple[str, tuple[int, ...]]]  # {field of a batch: (its column, shape of a row)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -166,39 +167,61 @@ def digest_encoders(model_dir: str | Path, family: Family) -> str:
 class LatentFiles:
     """A data set of latents, as plain values, which workers read in pieces; a chunk is a row group of a file.
 
-    chunks: ((file, row group, rows), ...). fields: Fields; without "std" the column of "mean" holds one scaled sample
-    per row, not the posterior's mean.
+    fields: Fields; without "std" the column of "mean" holds one scaled sample per row, not the posterior's mean. index:
+    the entry of metadata.json on the index, whose parts each are a chunk; None for data sets without one, whose chunks
+    are in `listed`: ((file, row group, rows), ...).
     """
 
     location: str
-    chunks: tuple
     fields: dict
+    index: dict | None = None
+    listed: tuple = ()
+
+    def __reduce__(self) -> tuple:
+        return LatentFiles, (self.location, self.fields, self.index, self.listed)  # without the parts
+
+    @functools.cached_property
+    def parts(self) -> Index:
+        """The parts that hold rows, of a data set with an index: their names and rows alone."""
+        assert self.index, "a data set without an index"
+        parts = read_index(Folder(self.location), self.index["files"], ("source", "chunk", "rows"))
+        return parts.only(parts.rows > 0)
 
     @property
     def fingerprint(self) -> list:
         """Values that determine the rows, whatever the location."""
-        return [self.chunks, *(column for field, (column, _) in self.fields.items() if field != "std")]
+        chunks = self.index["sha256"] if self.index else self.listed
+        return [chunks, *(column for field, (column, _) in self.fields.items() if field != "std")]
 
     @property
-    def chunk_rows(self) -> tuple[int, ...]:
-        """Number of rows in each chunk."""
-        return tuple(rows for _, _, rows in self.chunks)
+    def chunk_rows(self) -> np.ndarray:
+        """Number of rows in each chunk, [N]."""
+        return self.parts.rows if self.index else np.array([rows for _, _, rows in self.listed], np.int32)
 
-    def __call__(self, item: dict[str, int]) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the rows of a piece {"chunk", "first", "last"}: {field: [B, ...] float32}."""
+    def locate(self, piece: Piece) -> dict[str, Any]:
+        """Return a piece with the "name" of its file and the number of its row "group"."""
+        number = piece["chunk"]
+        name, group = (self.parts.name(number), 0) if self.index else self.listed[number][:2]
+        return {**piece, "name": name, "group": group}
+
+
+@dataclass(frozen=True)
+class PieceReader:
+    """Reads pieces of LatentFiles, located; runs in Ray tasks, or in a worker."""
+
+    location: str
+    fields: dict
+
+    def __call__(self, item: dict[str, Any]) -> Iterator[Arrays]:
+        """Yield the rows of a piece: {field: [B, ...] float16 or float32}."""
         if not is_remote(self.location):
             check_on_node(self.location, "--data")
         yield patient(self._read)(item)
 
     def _read(self, item):
-        name, group, _ = self.chunks[item["chunk"]]
-        with open_parquet(Folder(self.location), name) as parquet:
-            table = parquet.read_row_group(group, columns=[column for column, _ in self.fields.values()])
-        table = table.slice(item["first"], item["last"] - item["first"])
-        return {
-            field: from_column(table[column], shape, f"{name}: column {column}")
-            for field, (column, shape) in self.fields.items()
-        }
+        with open_parquet(Folder(self.location), item["name"]) as parquet:
+            table = parquet.read_row_group(item["group"], columns=[column for column, _ in self.fields.values()])
+        return read_columns(table.slice(item["first"], item["last"] - item["first"]), self.fields, item["name"])
 
 
 def open_latents(
@@ -220,12 +243,12 @@ def open_latents(
     metadata = json.loads(folder.read(METADATA) or "{}")
     if metadata:
         _check_metadata(location, metadata, model_dir, family, resolution)
-        _check_files(folder)
     elif folder.read(RECORD):
         raise BadInput(f"--data {location} is not finished: run the same preprocess.py command again")
     elif not prescaled:
         raise BadInput(f"--data {location} has no {METADATA}: pass --prescaled_latents if it holds scaled samples")
-    files = _list_files(folder)
+    index = metadata.get("index")  # missing in data sets of older versions
+    files = _open_parts(folder, index) if index else _list_files(folder)
     if not files:
         raise BadInput(f"--data {location} holds no rows")
     images, captions = image_fields(family, model_dir, resolution), caption_fields(family, model_dir)
@@ -235,17 +258,40 @@ def open_latents(
         del images["std"]
     fields = images | _name_captions(captions, caption_column, next(columns for columns, _ in files.values()))
     _check_columns(location, files, fields)
-    chunks = tuple((name, group, rows) for name, (_, groups) in files.items() for group, rows in groups)
-    return LatentFiles(location, chunks, fields)
+    if index:
+        return LatentFiles(location, fields, index)
+    listed = tuple((name, group, rows) for name, (_, groups) in files.items() for group, rows in groups)
+    return LatentFiles(location, fields, None, listed)
+
+
+def _open_parts(folder, index):
+    """Check the parts in an index; return {name: (columns, [(row group, rows)])} of the first one that holds rows."""
+    parts = check_parts(folder, index)
+    filled = np.flatnonzero(parts.rows)
+    if not len(filled):
+        return {}
+    name = parts.name(filled[0])
+    columns, groups, _ = read_footer(folder, name)
+    return {name: (columns, groups)}
 
 
 def _list_files(folder):
-    """Return {name: (columns, [(row group, rows)])} of the Parquet files that hold rows."""
-    names = list(folder.names(".parquet"))
+    """Return {name: (columns, [(row group, rows)])} of the Parquet files that hold rows, of a data set without index.
+
+    Raises CheckFailed if a file in its manifest is missing or of another size.
+    """
+    sizes = {name: size for name, size in folder.names(".parquet").items() if name[0] != "_"}
+    named = json.loads(folder.read(MANIFEST) or "{}").get("files", {})
+    for name in [name for name in named if name.endswith(".parquet") and name[0] != "_"]:
+        place, size = join(folder.location, name), named[name]["size"]
+        if name not in sizes:
+            raise CheckFailed(f"{place} is missing: encode the data again")
+        if sizes[name] != size:
+            raise CheckFailed(f"{place} is damaged, its size is not {size} bytes: encode the data again")
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        footers = list(pool.map(partial(read_footer, folder), names))
+        footers = list(pool.map(partial(read_footer, folder), sizes))
     filled = [(columns, [(group, rows) for group, rows in groups if rows]) for columns, groups, _ in footers]
-    return {name: footer for name, footer in zip(names, filled, strict=True) if footer[1]}
+    return {name: footer for name, footer in zip(sizes, filled, strict=True) if footer[1]}
 
 
 def _name_captions(captions, caption_column, columns):
@@ -265,17 +311,6 @@ def _check_columns(location, files, fields):
         if missing:
             found = ", ".join(columns)
             raise BadInput(f"{join(location, name)} has no column {missing[0]}: its columns are {found}")
-
-
-def _check_files(folder):
-    """Raise CheckFailed if a Parquet file in the manifest is missing or of another size."""
-    named, found = json.loads(folder.read(MANIFEST) or "{}").get("files", {}), folder.names(".parquet")
-    for name in [name for name in named if name.endswith(".parquet")]:
-        place, size = join(folder.location, name), named[name]["size"]
-        if name not in found:
-            raise CheckFailed(f"{place} is missing: encode the data again")
-        if found[name] != size:
-            raise CheckFailed(f"{place} is damaged, its size is not {size} bytes: encode the data again")
 
 
 def _check_metadata(location, metadata, model_dir, family, resolution):

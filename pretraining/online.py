@@ -13,7 +13,8 @@ from common.actors import map_on_actors
 from common.errors import Away, BadInput
 from common.outages import patient
 from pretraining.batches import hold_out
-from pretraining.latents import LatentEncoder, LatentFiles, caption_fields, image_fields
+from pretraining.columns import as_floats
+from pretraining.latents import LatentEncoder, LatentFiles, PieceReader, caption_fields, image_fields
 from pretraining.loader import Loader, likely_bad
 from pretraining.raw_data import Source
 from pretraining.streams import Arrays, Load, Piece
@@ -55,12 +56,12 @@ class RawImages:
         return [[source[fact] for fact in facts] for source in self.sources] + [self.rows_per_chunk, loader]
 
     @property
-    def chunk_rows(self) -> tuple[int, ...]:
-        """Number of rows in each chunk, good or bad."""
-        return tuple(rows for _, _, rows in self.chunks)
+    def chunk_rows(self) -> np.ndarray:
+        """Number of rows in each chunk, good or bad, [N]."""
+        return np.array([rows for _, _, rows in self.chunks], np.int32)
 
     @cached_property
-    def _kept_rows(self) -> tuple[int, ...]:
+    def _kept_rows(self) -> np.ndarray:
         return hold_out(self.chunk_rows, self.held_out)[0]
 
     def __call__(self, item: Piece) -> Iterator[dict[str, Any]]:
@@ -113,15 +114,18 @@ class PieceEncoder:
         self.fields = image_fields(family, model_dir, resolution) | caption_fields(family, model_dir)
 
     def __call__(self, chunk: dict[str, Any]) -> Arrays:
-        """Return the rows that LatentFiles yields, {field: [B, ...] float32}."""
+        """Return the rows that PieceReader yields, {field: [B, ...] float16 or float32}."""
         columns = self.encoder(chunk)
-        return {field: columns[column].astype(np.float32) for field, (column, _) in self.fields.items()}
+        return {field: as_floats(columns[column]) for field, (column, _) in self.fields.items()}
 
 
 def make_load(data: LatentFiles | RawImages, pool: dict[str, Any]) -> Load:
-    """Return load(pieces), which yields the rows of each piece, {field: [B, ...] float32}, in order.
+    """Return load(pieces), which yields the rows of each piece, {field: [B, ...] float16 or float32}, in order.
 
     pool: num_workers and the placement options of map_on_actors.
     """
-    worker_class, options = (PieceEncoder, data.encoder) if isinstance(data, RawImages) else (None, {})
-    return lambda pieces: map_on_actors(worker_class, options, pieces, prepare=data, ordered=True, **pool)
+    options = {"ordered": True, **pool}
+    if isinstance(data, RawImages):
+        return lambda pieces: map_on_actors(PieceEncoder, data.encoder, pieces, prepare=data, **options)
+    reader = PieceReader(data.location, data.fields)
+    return lambda pieces: map_on_actors(None, {}, list(map(data.locate, pieces)), prepare=reader, **options)

@@ -1,67 +1,85 @@
 """The parts of a data set of latents: one Parquet file per chunk of `rows_per_file` rows of a source."""
 
 import itertools
-import json
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from common.folders import check_on_node
 from common.outages import patient
-from common.storage import Folder, is_remote, open_parquet
+from common.storage import Folder, is_remote, read_footer
 from pretraining.columns import row_number, to_parquet
-from pretraining.latents import FOOTER_THREADS, LatentEncoder
+from pretraining.index import (
+    FILE,
+    PART,
+    PARTS_PER_FILE,
+    THREADS,
+    Index,
+    IndexWriter,
+    Record,
+    describe_part,
+    index_files,
+    part_name,
+    read_index,
+    read_notes,
+    read_records,
+)
+from pretraining.latents import LatentEncoder
 from pretraining.loader import Batch, Loader
 from pretraining.raw_data import Source, read_rows
 
-# {name: (number of good rows, bad rows, rows that can perhaps be fetched later, {reason: number of filtered rows})};
-# a row is [key, reason]
-Parts = dict[str, tuple[int, list[list[str]], list[list[str]], dict[str, int]]]
+
+def resume(folder: Folder) -> tuple[Index, IndexWriter]:
+    """Return (the parts that are written, the writer of further records) of a data set that is not finished.
+
+    Parts that are not in the index, because a run was killed, are read for it; records of parts that are missing or of
+    another size do not count.
+    """
+    sizes = folder.names(".parquet")
+    files = [name for name in sizes if FILE.fullmatch(name)]
+    index = read_index(folder, files)
+    index = index.only(np.array([sizes.get(index.name(part)) == index.bytes[part] for part in range(len(index))], bool))
+    listed = {index.name(part) for part in range(len(index))}
+    newest = [record for name in files[-1:] for record in read_records(folder, name)]
+    is_full = len(newest) >= PARTS_PER_FILE
+    newest = [] if is_full else [each for each in newest if part_name(each["source"], each["chunk"]) in listed]
+    writer = IndexWriter(folder, len(files) - bool(files and not is_full), newest)
+    missing = [name for name in sizes if PART.fullmatch(name) and name not in listed]
+    if not missing:
+        return index, writer
+    with ThreadPoolExecutor(THREADS) as pool, writer:
+        for record in pool.map(partial(read_part, folder), missing):
+            writer.add(record)
+    return resume(folder)
 
 
-def part_name(source_number: int, chunk_number: int) -> str:
-    """Return the name of the file for a chunk of a source; names sort in the order of the rows."""
-    return f"part-{source_number:06d}-{chunk_number:04d}.parquet"
+@patient
+def read_part(folder: Folder, name: str) -> Record:
+    """Return the record of a part from its content; raise CheckFailed if it is damaged."""
+    read_footer(folder, name)  # says what is wrong
+    return describe_part(name, folder.read(name) or b"")
 
 
-def written_parts(folder: Folder) -> Parts:
-    """Return the Parts in a folder."""
-    names = [name for name in folder.names(".parquet") if re.fullmatch(r"part-\d{6,}-\d{4,}\.parquet", name)]
-    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
-        return dict(zip(names, pool.map(partial(_read_notes, folder), names), strict=True))
-
-
-def _read_notes(folder: Folder, name: str) -> tuple[int, list, list, dict]:
-    with open_parquet(folder, name) as parquet:
-        notes = parquet.schema_arrow.metadata or {}
-        bad, later = (json.loads(notes.get(note, "[]")) for note in (b"bad_rows", b"later_rows"))
-        return parquet.metadata.num_rows, bad, later, json.loads(notes.get(b"filtered_rows", "{}"))
-
-
-def missing_parts(sources: list[Source], written: dict[str, Any], rows_per_file: int) -> list[dict[str, Any]]:
+def missing_parts(sources: list[Source], index: Index, rows_per_file: int) -> list[dict[str, Any]]:
     """Return the items of load_chunks for all sources that have a part that is not written."""
     items = []
     for number, source in enumerate(sources):
-        names = [part_name(number, chunk) for chunk in range(-(-source.num_rows // rows_per_file))]
-        done = [name for name in names if name in written]
-        if len(done) < len(names):
-            items.append({"source": vars(source), "number": number, "done": done})
+        done = index.chunks_of(number)
+        if len(done) < -(-source.num_rows // rows_per_file):
+            items.append({"source": vars(source), "number": number, "done": sorted(done)})
     return items
 
 
 def load_chunks(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Iterator[dict[str, Any]]:
     """Yield the chunks of a source that are not written, each as returned by Loader, with the "name" of its part.
 
-    item: {"source": a Source as a dict, "number": its number, "done": names of the parts that are written}.
+    item: {"source": a Source as a dict, "number": its number, "done": chunks whose parts are written}.
     """
     source = Source(**item["source"])
-    missing = [
-        chunk
-        for chunk in range(-(-source.num_rows // rows_per_file))
-        if part_name(item["number"], chunk) not in item["done"]
-    ]
+    missing = sorted(set(range(-(-source.num_rows // rows_per_file))) - set(item["done"]))
     chunks = loader.load_all(source, _batches(source, missing, rows_per_file))
     for chunk, loaded in zip(missing, chunks, strict=True):
         yield {"name": part_name(item["number"], chunk), **loaded}
@@ -94,15 +112,15 @@ class _Reader:
         return some
 
 
-def parts_to_complete(sources: list[Source], written: Parts, rows_per_file: int) -> list[dict[str, Any]]:
+def parts_to_complete(folder: Folder, sources: list[Source], index: Index) -> list[dict[str, Any]]:
     """Return the items of load_again for all sources that have a part with rows to fetch again."""
-    items = []
-    for number, source in enumerate(sources):
-        names = [part_name(number, chunk) for chunk in range(-(-source.num_rows // rows_per_file))]
-        left = {i: list(map(row_number, written[name][2])) for i, name in enumerate(names) if written[name][2]}
-        if left:
-            items.append({"source": vars(source), "number": number, "left": left})
-    return items
+    left: dict[int, dict[int, list[int]]] = {}
+    if index.later.any():
+        for part, notes in read_notes(folder, index_files(folder), index):
+            if notes["later"]:
+                of_source = left.setdefault(int(index.source[part]), {})
+                of_source[int(index.chunk[part])] = list(map(row_number, notes["later"]))
+    return [{"source": vars(sources[i]), "number": i, "left": dict(sorted(left[i].items()))} for i in sorted(left)]
 
 
 def load_again(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Iterator[dict[str, Any]]:
@@ -131,18 +149,11 @@ class PartWriter:
             check_on_node(output_dir, "--output_dir")  # which the driver has made: else a part would stay on this node
         self.encoder, self.folder = LatentEncoder(**encoder_options), Folder(output_dir)
 
-    def __call__(self, chunk: dict[str, Any]) -> dict[str, Any]:
-        """Write a chunk, whole or not at all, and return {"name", "rows", "bad", "later", "filtered"} of
-        its part.
-
-        One of load_again is added to its part.
-        """
+    def __call__(self, chunk: dict[str, Any]) -> Record:
+        """Write a chunk, whole or not at all, and return the record of its part; one of load_again is added to it."""
         name = chunk["name"]
-        earlier = self.folder.read(name) if chunk.get("is_rest") else None
-        if earlier is None or chunk["keys"] or chunk["bad"] or chunk["filtered"]:
-            columns = self.encoder(chunk) if chunk["keys"] else {}
-            self.folder.write(name, to_parquet(chunk, columns, earlier))
-        if earlier is None:
-            return {"rows": len(chunk["keys"]), **{note: chunk[note] for note in ("name", "bad", "later", "filtered")}}
-        notes = ("rows", "bad", "later", "filtered")
-        return {"name": name, **dict(zip(notes, _read_notes(self.folder, name), strict=True))}
+        data = self.folder.read(name) if chunk.get("is_rest") else None
+        if data is None or chunk["keys"] or chunk["bad"] or chunk["filtered"]:
+            data = to_parquet(chunk, self.encoder(chunk) if chunk["keys"] else {}, data)
+            self.folder.write(name, data)
+        return describe_part(name, data)

@@ -34,7 +34,7 @@ class Order:
     all workers take the same number of steps and each reads few chunks. Rows are shuffled within `window` pieces.
     """
 
-    chunk_rows: tuple
+    chunk_rows: np.ndarray
     rank: int
     world_size: int
     window: int
@@ -43,7 +43,7 @@ class Order:
     @property
     def rows_per_epoch(self) -> int:
         """Number of rows that each worker takes in an epoch."""
-        return sum(self.chunk_rows) // self.world_size
+        return int(np.sum(self.chunk_rows, dtype=np.int64)) // self.world_size
 
     def windows(self, position: int) -> Iterator[tuple[list[Piece], np.ndarray, int]]:
         """Yield (pieces, permutation of their rows, rows to skip), from row `position` of this worker's sequence on."""
@@ -59,16 +59,17 @@ class Order:
     def _epoch(self, epoch):
         """Yield the windows of this worker's range of an epoch as lists of pieces."""
         order = row_rng(self.seed, SHUFFLE, epoch, 0).permutation(len(self.chunk_rows))
+        rows = np.asarray(self.chunk_rows)[order]
+        order, rows = order[rows > 0], rows[rows > 0]
+        ends = np.cumsum(rows, dtype=np.int64)
         first, last = (rank * self.rows_per_epoch for rank in (self.rank, self.rank + 1))
-        pieces, start = [], 0
-        for chunk in order.tolist():
-            rows = self.chunk_rows[chunk]
-            low, high = max(first - start, 0), min(last - start, rows)
-            if low < high:
-                pieces.append({"chunk": chunk, "first": low, "last": high, "epoch": epoch})
-            start += rows
-        for i in range(0, len(pieces), self.window):
-            yield pieces[i : i + self.window]
+        begin, end = np.searchsorted(ends, first, "right"), np.searchsorted(ends, last) + 1
+        chunks, ends, starts = order[begin:end], ends[begin:end], (ends - rows)[begin:end]
+        low, high = np.maximum(first - starts, 0), np.minimum(last, ends) - starts
+        for i in range(0, len(chunks), self.window):
+            window = (each[i : i + self.window].tolist() for each in (chunks, low, high))
+            names = ("chunk", "first", "last")
+            yield [dict(zip(names, piece, strict=True)) | {"epoch": epoch} for piece in zip(*window, strict=True)]
 
 
 def stream_rows(order: Order, load: Load, position: int, num_rows: int) -> Iterator[Arrays]:

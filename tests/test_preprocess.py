@@ -19,7 +19,9 @@ from common import errors, folders
 from common.images import crop_square, read_image, scale_pixels
 from common.storage import Folder
 from pipelines.families import SD
+from pretraining import tally
 from pretraining.latents import digest_encoders
+from pretraining.tally import Tally
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,6 +37,7 @@ CAPTIONS = [
     "z",
     "-",
 ]
+BESIDE = ["_index-00000.parquet", "bad_rows.jsonl"]
 PARTS = [f"part-000000-{chunk:04d}.parquet" for chunk in range(3)]
 
 
@@ -105,13 +108,16 @@ def contents(folder):
 def read_parts(folder):
     """{column: values} of all parts, in the order of their names."""
     folder = Folder(folder)
-    tables = [pq.read_table(pa.BufferReader(folder.read(name))) for name in folder.names(".parquet")]
+    names = [name for name in folder.names(".parquet") if name.startswith("part-")]
+    tables = [pq.read_table(pa.BufferReader(folder.read(name))) for name in names]
     columns = {}
     for name in tables[0].column_names:
-        parts = [table[name].combine_chunks() for table in tables if len(table)]
-        tensors = isinstance(parts[0], pa.FixedShapeTensorArray)
-        values = [part.to_numpy_ndarray() if tensors else np.array(part.to_pylist(), object) for part in parts]
-        columns[name] = np.concatenate(values)
+        facts = tables[0].schema.field(name).metadata
+        rows = [row for table in tables if len(table) for row in table[name].to_pylist()]
+        columns[name] = np.array(rows, object)
+        if facts:
+            columns[name] = np.frombuffer(b"".join(rows), facts[b"dtype"].decode())
+            columns[name] = columns[name].reshape(len(rows), *json.loads(facts[b"shape"]))
     return columns
 
 
@@ -134,7 +140,7 @@ def whole(tiny_model, data, tmp_path_factory):
 
 
 def test_the_columns_are_latents_captions_and_keys(whole):
-    assert sorted(tree(whole)) == ["bad_rows.jsonl", "manifest.json", "metadata.json", *PARTS]
+    assert sorted(tree(whole)) == [*BESIDE, "manifest.json", "metadata.json", *PARTS]
     columns = read_parts(whole)
     shapes = {"key": (), "caption": (), "caption_latents": (24, 16)}
     for size in (16, 32):
@@ -272,17 +278,22 @@ def test_a_run_of_bad_rows_ends_early(encode, stop_at, tmp_path, monkeypatch):
     assert seen == PARTS[:1]
 
 
-def test_an_early_look_allows_for_chance():
+def test_an_early_look_allows_for_chance(monkeypatch):
     """Of runs with 4.5 % bad rows, a third met more than 5 % in some look after 1,000 rows; one with 10 % ends."""
     for seed in range(20):
         is_bad = np.random.default_rng(seed).random(20_000) < 0.045
         for seen in range(1000, 20_001, 256):
-            bad = [["key", "reason"]] * int(is_bad[:seen].sum())
-            preprocess.check_bad_rows("data", seen - len(bad), bad, 0.05, is_early=True)
+            bad = int(is_bad[:seen].sum())
+            assert not Tally(seen - bad, bad).is_too_bad(0.05)
+    assert Tally(900, 100).is_too_bad(0.05)
+    monkeypatch.setattr(tally, "_first", lambda folder, note: ["key", "reason"])
+    tally.check("data", None, Tally(960, 60), 0.05, is_early=True)
     with pytest.raises(errors.BadInput, match="100 of 1000 rows are bad"):
-        preprocess.check_bad_rows("data", 900, [["key", "reason"]] * 100, 0.05, is_early=True)
+        tally.check("data", None, Tally(900, 100), 0.05, is_early=True)
     with pytest.raises(errors.BadInput, match="501 of 10000 rows are bad"):
-        preprocess.check_bad_rows("data", 9499, [["key", "reason"]] * 501, 0.05)
+        tally.check("data", None, Tally(9499, 501), 0.05)
+    with pytest.raises(errors.TryAgain, match="501 of 1000 rows cannot be fetched now"):
+        tally.check("data", None, Tally(499, 0, 501), 0.05, is_early=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -426,7 +437,7 @@ def test_other_settings_do_not_touch_a_data_set(name, value, encode, tmp_path):
     assert tree(tmp_path) == before
     encode(*flags, "--overwrite")
     assert json.loads((tmp_path / "out" / "metadata.json").read_text())["settings"][name] != default
-    assert len(Folder(tmp_path / "out").names(".parquet")) == (2 if name == "rows_per_file" else 3)
+    assert len(Folder(tmp_path / "out").names(".parquet")) == 1 + (2 if name == "rows_per_file" else 3)
 
 
 def test_other_data_or_another_models_encoders_are_other_settings(encode, tmp_path):
@@ -467,14 +478,20 @@ def test_parts_of_a_run_that_was_killed_before_it_appeared_keep_their_settings(e
         encode("--crop", "random")
     seen = stop_at()
     assert encode()["rows"] == 10 and seen == []
-    assert sorted(tree(tmp_path / "out")) == ["bad_rows.jsonl", "manifest.json", "metadata.json", *PARTS]
+    assert sorted(tree(tmp_path / "out")) == [
+        "_index-00000.parquet",
+        "bad_rows.jsonl",
+        "manifest.json",
+        "metadata.json",
+        *PARTS,
+    ]
 
 
 def test_a_damaged_data_set_is_in_the_way(encode, tmp_path):
     encode()
     (tmp_path / "out" / PARTS[1]).write_bytes(b"cut")
     before = tree(tmp_path)
-    with pytest.raises(errors.BadInput, match=r"--output_dir .*out is a damaged data set: pass --overwrite"):
+    with pytest.raises(errors.BadInput, match=r"--output_dir .*out is a damaged data set .*: pass --overwrite"):
         encode()
     assert tree(tmp_path) == before
     assert encode("--overwrite")["rows"] == 10
@@ -544,7 +561,7 @@ def test_from_a_store_to_a_store(encode, stop_at, data, s3, whole, tmp_path):
     seen = stop_at()
     assert encode(*flags, **options)["rows"] == 10 and seen == PARTS[2:]
     there = Folder(s3("deep/out"))
-    assert list(there.names("")) == ["bad_rows.jsonl", "metadata.json", *PARTS]
+    assert list(there.names("")) == [*BESIDE, "metadata.json", *PARTS]
     assert {name: there.read(name) for name in PARTS} == {name: (whole / name).read_bytes() for name in PARTS}
     assert encode(*flags, **options)["rows"] == 10 and seen == PARTS[2:]  # all there
     assert list(tmp_path.iterdir()) == []
@@ -558,7 +575,11 @@ def test_overwrite_drops_what_a_store_held(encode, stop_at, s3, tmp_path):
     stop_at(1)
     with pytest.raises(errors.OutOfResource):
         encode("--crop", "random", "--overwrite", **options)
-    assert list(Folder(s3("out")).names("")) == [PARTS[0], "run.json"]  # no reader takes it for whole
+    assert list(Folder(s3("out")).names("")) == [
+        "_index-00000.parquet",
+        PARTS[0],
+        "run.json",
+    ]  # no reader takes it for whole
     stop_at()
     assert encode("--crop", "random", **options)["rows"] == 10
     encode("--crop", "random", folder=tmp_path / "here")

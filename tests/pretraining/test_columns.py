@@ -56,7 +56,7 @@ def test_numbers_come_out_of_every_type_of_column(make):
     column = pa.chunked_array([array.slice(0, 1), array.slice(1)])
     for given in (array, column):
         found = from_column(given, SHAPE, "x")
-        assert found.dtype == np.float32 and found.shape == values.shape
+        assert found.dtype in (np.float32, np.float16) and found.shape == values.shape
         assert np.array_equal(found, values)
     assert np.array_equal(from_column(column.slice(1, 1), SHAPE, "x"), values[1:2])
 
@@ -111,8 +111,13 @@ def test_a_part_is_one_row_group_and_knows_its_bad_rows(tmp_path):
     table = pq.read_table(tmp_path / "part.parquet")
     assert table["key"].to_pylist() == chunk["keys"] and table["caption"].to_pylist() == chunk["captions"]
     for name, values in columns.items():
-        assert table[name].type == pa.fixed_shape_tensor(pa.from_numpy_dtype(values.dtype), values.shape[1:])
-        assert np.array_equal(from_column(table[name], values.shape[1:], name), values)
+        facts = table.schema.field(name).metadata
+        assert table[name].type == pa.binary(values[0].nbytes) and facts[b"dtype"].decode() == str(values.dtype)
+        found = from_column(table[name], values.shape[1:], name, facts)
+        assert np.array_equal(found, values) and found.dtype == values.dtype
+        assert np.array_equal(from_column(table[name].slice(1, 1), values.shape[1:], name, facts), values[1:2])
+        with pytest.raises(errors.CheckFailed, match="but the model takes"):
+            from_column(table[name], (values[0].size + 1,), name, facts)
 
 
 def test_a_part_of_bad_rows_alone_is_a_file_too(tmp_path):

@@ -1,0 +1,120 @@
+"""Measure what grows with the parts of a data set of latents: pretrain.py's start, the driver of preprocess.py.
+
+The parts are hard links of one, and results of no encoder, so that any number fits this machine. Prints a table, then
+one JSON line: seconds, and peak memory in MB of the driver alone.
+
+    python -m benchmarks.index --parts 10 50000 --results 100000 1000000
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measuring import MODEL, ROOT, run, write_data
+from common.storage import Folder
+from pretraining.index import IndexWriter, describe_part, index_files, part_name, read_index
+from pretraining.latents import METADATA, open_latents
+from pretraining.streams import Order
+
+ROWS = 256  # of a part
+
+
+def make_parts(template, folder, count):
+    """Make a data set of `count` parts, all of them the first part of the one in `template`."""
+    folder.mkdir()
+    name = part_name(0, 0)
+    data, metadata = (template / name).read_bytes(), json.loads((template / METADATA).read_text())
+    record = describe_part(name, data, metadata["rows"], [])
+    with IndexWriter(Folder(folder)) as writer:
+        for source in range(count):
+            os.link(template / name, folder / part_name(source, 0))
+            writer.add({**record, "source": source})
+    files = index_files(Folder(folder))
+    metadata |= {"rows": count * metadata["rows"]}
+    metadata["index"] = {"files": files, "sha256": read_index(Folder(folder), files).digest}
+    (folder / METADATA).write_text(json.dumps(metadata))
+
+
+def open_data(folder):
+    """What the driver and a worker of pretrain.py do with the data before the first step."""
+    files = open_latents(str(folder), MODEL, 64)
+    next(Order(files.chunk_rows, 0, 1, 16, 0).windows(0))
+    files.locate({"chunk": 0})
+
+
+def record(folder, count):
+    """What the driver of preprocess.py does with `count` results, of which a tenth of the rows is bad."""
+    from preprocess import record_parts
+
+    bad = json.dumps([[f"00000.parquet:0:{row}", "cannot be fetched: HTTP 404"] for row in range(ROWS // 10)])
+    facts = {"chunk": 0, "rows": ROWS - ROWS // 10, "bad": ROWS // 10, "bytes": 2**20, "sha256": "ab" * 32}
+    results = ({**facts, "source": source, "bad_rows": bad} for source in range(count))
+    args = argparse.Namespace(input="synthetic", max_bad_fraction=0.2)
+    record_parts(args, Folder(folder), IndexWriter(Folder(folder)), results, count * ROWS, 0, 0)
+
+
+def _timed(function, arguments, results):
+    os.chdir(ROOT)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    function(*arguments)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    results.put((time.monotonic() - start, before / 1e3, memory / 1e3))
+
+
+def measure(function, *arguments):
+    """Call a function in a process of its own; return (seconds, peak memory in MB before and after it)."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=_timed, args=(function, arguments, results))
+    process.start()
+    found = results.get()
+    process.join()
+    return found
+
+
+def main(args):
+    """Measure and print."""
+    rows = []
+
+    def show(what, count, seconds, memory):
+        rows.append({"what": what, "count": count, "seconds": round(seconds, 2), "mb": round(memory)})
+        print(f"{what:44s} {count:9d}  {seconds:8.2f} s  {memory:6.0f} MB", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        write_data(place / "data", ROWS, 64)
+        flags = ["--input", place / "data", "--model_dir", MODEL, "--output_dir", place / "template"]
+        run("preprocess.py", *flags, "--num_workers", 0)
+        for count in args.parts:
+            make_parts(place / "template", place / f"parts-{count}", count)
+        for count in args.parts:
+            found = [measure(open_data, place / f"parts-{count}") for _ in range(args.repeats)]
+            seconds, _, memory = map(statistics.median, zip(*found, strict=True))
+            show("open a data set, parts", count, seconds, memory)
+        flags = ["--model_dir", MODEL, "--max_steps", 2, "--batch_size_per_worker", 2, "--num_workers", 0, "--data"]
+        seconds = {count: [] for count in args.parts}
+        for number in range(args.repeats):
+            for count in args.parts:
+                output = place / f"out-{count}-{number}"
+                seconds[count].append(run("pretrain.py", *flags, place / f"parts-{count}", "--output_dir", output))
+        for count, found in seconds.items():
+            show("pretrain.py, 2 steps in this process, parts", count, statistics.median(found), 0)
+        for count in args.results:
+            (place / f"results-{count}").mkdir()
+            seconds, _, memory = measure(record, place / f"results-{count}", count)
+            show("results of preprocess.py's actors", count, seconds, memory)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=int, nargs="+", default=[10, 50_000], help="parts of the data sets to open")
+    parser.add_argument("--results", type=int, nargs="+", default=[100_000, 1_000_000], help="results of actors")
+    parser.add_argument("--repeats", type=int, default=5, help="repeats; the median counts")
+    main(parser.parse_args())

@@ -1,0 +1,226 @@
+"""The index of a data set of latents: which parts it has, with their rows, sizes and SHA-256, in arrays.
+
+preprocess.py writes it while it runs, one file `_index-NNNNN.parquet` for every PARTS_PER_FILE parts in the order in
+which they are done. With it nothing has to list the parts or to open all of them: eight million take some seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from common.errors import CheckFailed
+from common.storage import Folder, join, open_parquet
+
+PARTS_PER_FILE = 10_000
+FLUSH_EVERY = 60.0  # seconds after which new parts are in the index: a killed run has to read only later ones
+CHECKED = 1000  # parts whose sizes are compared before they are used
+THREADS = 16  # files that are opened at the same time
+COUNTS = ("rows", "bad", "later", "filtered")  # rows that are good, bad, to be fetched later, left out by filters
+NUMBERS = {name: "int32" for name in ("source", "chunk", *COUNTS)} | {"bytes": "int64"}  # columns and their types
+PART = re.compile(r"part-(\d{6,})-(\d{4,})\.parquet")
+FILE = re.compile(r"_index-\d{5,}\.parquet")  # readers of a folder of Parquet files pass over names with _
+
+Record = dict[str, Any]  # of a part: the numbers, "sha256" (hex digits), "notes" (JSON, see describe_part)
+
+
+def part_name(source: int, chunk: int) -> str:
+    """Return the name of the file for a chunk of a source; names sort in the order of the rows."""
+    return f"part-{source:06d}-{chunk:04d}.parquet"
+
+
+def describe_part(name: str, data: bytes) -> Record:
+    """Return the record of a part; data: its content, of columns.to_parquet.
+
+    Its "notes" are {"bad": [[key, reason], ...], "later": likewise, "filtered": {reason: number of rows}}.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = PART.fullmatch(name)
+    assert found, name
+    with pq.ParquetFile(pa.BufferReader(data)) as parquet:
+        rows, written = parquet.metadata.num_rows, parquet.schema_arrow.metadata or {}
+    notes = {note: json.loads(written.get(f"{note}_rows".encode(), "[]")) for note in ("bad", "later")}
+    notes["filtered"] = json.loads(written.get(b"filtered_rows", "{}"))
+    source, chunk = map(int, found.groups())
+    counts = rows, len(notes["bad"]), len(notes["later"]), sum(notes["filtered"].values())
+    numbers = {"source": source, "chunk": chunk, **dict(zip(COUNTS, counts, strict=True)), "bytes": len(data)}
+    return {**numbers, "sha256": hashlib.sha256(data).hexdigest(), "notes": json.dumps(notes)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass(frozen=True)
+class Index:
+    """The parts of a data set, sorted by source and chunk: arrays [P], sha256 [P, 32] uint8.
+
+    Training needs the first three only; the others are empty if they were not read.
+    """
+
+    source: np.ndarray
+    chunk: np.ndarray
+    rows: np.ndarray
+    bad: np.ndarray
+    later: np.ndarray
+    filtered: np.ndarray
+    bytes: np.ndarray
+    sha256: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def name(self, part: int) -> str:
+        """Return the name of the file of a part."""
+        return part_name(int(self.source[part]), int(self.chunk[part]))
+
+    def chunks_of(self, source: int) -> set[int]:
+        """Return the chunks of a source that have a part."""
+        first, last = np.searchsorted(self.source, (source, source + 1))
+        return set(self.chunk[first:last].tolist())
+
+    def only(self, mask: np.ndarray) -> Index:
+        """Return the parts where `mask` [P] is true."""
+        arrays = (getattr(self, each.name) for each in fields(self))
+        return Index(*(array[mask] if len(array) else array for array in arrays))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the parts' names, numbers of rows and contents."""
+        digest = hashlib.sha256()
+        for array in (self.source, self.chunk, self.rows, self.sha256):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def index_files(folder: Folder) -> list[str]:
+    """Return the names of the index files in a folder; lists the parts too, so only preprocess.py calls it."""
+    return [name for name in folder.names(".parquet") if FILE.fullmatch(name)]
+
+
+def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*NUMBERS, "sha256")) -> Index:
+    """Return the index in files of a data set; of parts that are named twice the later record counts.
+
+    columns: those to read, at least source, chunk and rows. Raises CheckFailed if a file is missing or damaged.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(partial(_read_arrays, folder, columns=tuple(columns)), names))
+    empty = {name: np.empty(0, kind) for name, kind in NUMBERS.items()} | {"sha256": np.empty((0, 32), np.uint8)}
+    arrays = {
+        name: np.concatenate([none, *(each[name] for each in found if name in each)]) for name, none in empty.items()
+    }
+    source, chunk = arrays["source"], arrays["chunk"]
+    order = np.lexsort((chunk, source))  # stable: later records stay behind earlier ones
+    source, chunk = source[order], chunk[order]
+    is_last = np.append((source[1:] != source[:-1]) | (chunk[1:] != chunk[:-1]), np.ones(min(len(source), 1), bool))
+    order = order[is_last]
+    return Index(**{name: values[order] if len(values) else values for name, values in arrays.items()})
+
+
+def check_parts(folder: Folder, entry: Mapping[str, Any]) -> Index:
+    """Return the index of a finished data set, and raise CheckFailed if it or a part of it is not as it was written.
+
+    entry: {"files", "sha256"} of its metadata.json. The sizes of CHECKED parts, evenly spaced, are compared, so of all
+    if there are not more.
+    """
+    index = read_index(folder, entry["files"])
+    if index.digest != entry["sha256"]:
+        raise CheckFailed(f"{folder.location}: metadata.json and the index beside it differ: encode the data again")
+    chosen = np.unique(np.linspace(0, len(index) - 1, CHECKED).round().astype(int)) if len(index) else np.empty(0, int)
+    names, sizes = list(map(index.name, chosen.tolist())), index.bytes[chosen].tolist()
+    for name, found, size in zip(names, folder.sizes(names), sizes, strict=True):
+        place = join(folder.location, name)
+        if found is None:
+            raise CheckFailed(f"{place} is missing: encode the data again")
+        if found != size:
+            raise CheckFailed(f"{place} is damaged, its size is not {size} bytes: encode the data again")
+    return index
+
+
+def read_notes(folder: Folder, names: Iterable[str], index: Index) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (part, notes) of each part of an index, in the order of its files; one file at a time is in memory."""
+    keys, is_new = (index.source.astype(np.int64) << 32) + index.chunk, np.ones(len(index), bool)
+    for name in names:
+        arrays = _read_arrays(folder, name, ("source", "chunk", "sha256", "notes"))
+        places = np.searchsorted(keys, (arrays["source"].astype(np.int64) << 32) + arrays["chunk"])
+        for place, digest, notes in zip(places.tolist(), arrays["sha256"], arrays["notes"], strict=True):
+            if place < len(index) and is_new[place] and (index.sha256[place] == digest).all():  # no earlier record
+                is_new[place] = False
+                yield place, json.loads(notes)
+
+
+def read_records(folder: Folder, name: str) -> list[Record]:
+    """Return the records in a file of an index."""
+    with open_parquet(folder, name) as parquet:
+        rows = parquet.read().to_pylist()
+    return [row | {"sha256": row["sha256"].hex()} for row in rows]
+
+
+def _read_arrays(folder: Folder, name: str, columns: tuple[str, ...]) -> dict[str, np.ndarray]:
+    with open_parquet(folder, name) as parquet:
+        table = parquet.read(columns=list(columns))
+    arrays = {column: table[column].combine_chunks() for column in columns}
+    return {
+        column: np.frombuffer(array.buffers()[1], np.uint8).reshape(-1, 32)[: len(array)]
+        if column == "sha256"
+        else array.to_numpy(zero_copy_only=False)
+        for column, array in arrays.items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+class IndexWriter:
+    """Adds records of parts to the index of a folder; it goes on with file `number`, which holds `records` so far."""
+
+    def __init__(self, folder: Folder, number: int = 0, records: Iterable[Record] = ()) -> None:
+        self.folder, self.number, self.written = folder, number, time.monotonic()
+        self.pending = {(record["source"], record["chunk"]): record for record in records}
+
+    def add(self, record: Record) -> None:
+        """Add a part that is written; it is in the index after FLUSH_EVERY at the latest."""
+        self.pending[record["source"], record["chunk"]] = record
+        if len(self.pending) == PARTS_PER_FILE:
+            self.flush()
+            self.pending, self.number = {}, self.number + 1
+        elif time.monotonic() - self.written > FLUSH_EVERY:
+            self.flush()
+
+    def __enter__(self) -> IndexWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the newest file with all its records so far."""
+        if self.pending:
+            self.folder.write(f"_index-{self.number:05d}.parquet", to_bytes(self.pending.values()))
+        self.written = time.monotonic()
+
+
+def to_bytes(records: Iterable[Record]) -> bytes:
+    """Return records as the content of an index file, sorted by source and chunk."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = sorted(records, key=lambda record: (record["source"], record["chunk"]))
+    columns = {name: pa.array([record[name] for record in records], kind) for name, kind in NUMBERS.items()}
+    columns["sha256"] = pa.array([bytes.fromhex(record["sha256"]) for record in records], pa.binary(32))
+    columns["notes"] = pa.array([record["notes"] for record in records], pa.string())
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), buffer, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    return buffer.getvalue().to_pybytes()
