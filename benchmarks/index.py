@@ -17,10 +17,12 @@ import time
 from pathlib import Path
 
 from benchmarks.measuring import MODEL, ROOT, run, write_data
+from common.messages import Progress
 from common.storage import Folder
 from pretraining.index import IndexWriter, describe_part, index_files, part_name, read_index
 from pretraining.latents import METADATA, open_latents
 from pretraining.streams import Order
+from pretraining.tally import Tally
 
 ROWS = 256  # of a part
 
@@ -30,7 +32,7 @@ def make_parts(template, folder, count):
     folder.mkdir()
     name = part_name(0, 0)
     data, metadata = (template / name).read_bytes(), json.loads((template / METADATA).read_text())
-    record = describe_part(name, data, metadata["rows"], [])
+    record = describe_part(name, data)
     with IndexWriter(Folder(folder)) as writer:
         for source in range(count):
             os.link(template / name, folder / part_name(source, 0))
@@ -52,11 +54,13 @@ def record(folder, count):
     """What the driver of preprocess.py does with `count` results, of which a tenth of the rows is bad."""
     from preprocess import record_parts
 
-    bad = json.dumps([[f"00000.parquet:0:{row}", "cannot be fetched: HTTP 404"] for row in range(ROWS // 10)])
-    facts = {"chunk": 0, "rows": ROWS - ROWS // 10, "bad": ROWS // 10, "bytes": 2**20, "sha256": "ab" * 32}
-    results = ({**facts, "source": source, "bad_rows": bad} for source in range(count))
+    bad = [[f"00000.parquet:0:{row}", "cannot be fetched: HTTP 404"] for row in range(ROWS // 10)]
+    facts = {"chunk": 0, "rows": ROWS - len(bad), "bad": len(bad), "later": 0, "filtered": 0, "bytes": 2**20}
+    facts |= {"sha256": "ab" * 32, "notes": json.dumps({"bad": bad, "later": [], "filtered": {}})}
+    results = ({**facts, "source": source} for source in range(count))
     args = argparse.Namespace(input="synthetic", max_bad_fraction=0.2)
-    record_parts(args, Folder(folder), IndexWriter(Folder(folder)), results, count * ROWS, 0, 0)
+    with Progress("preprocess", count * ROWS, "rows") as progress:
+        record_parts(args, Folder(folder), IndexWriter(Folder(folder)), Tally(), progress, results)
 
 
 def _timed(function, arguments, results):
