@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 from safetensors.numpy import load_file
@@ -65,11 +66,19 @@ def read_results(out):
         found |= {f"{path.relative_to(out)}:{name}": tensor for name, tensor in load_file(path).items()}
     for path in sorted(out.rglob("*.png")):
         found[str(path.relative_to(out))] = np.asarray(Image.open(path))
-    for path in sorted(out.rglob("*.parquet")):
+    for path in sorted(out.rglob("part-*.parquet")):
         table = pq.read_table(path)
-        found |= {f"{path.relative_to(out)}:{name}": table[name].to_pylist() for name in table.column_names}
+        found |= {f"{path.relative_to(out)}:{name}": read_values(table, name) for name in table.column_names}
     evaluation = json.loads((out / "evaluation" / "evaluation.json").read_text())
     return found | {"evaluation": {name: value for name, value in evaluation.items() if name not in PREFIX}}
+
+
+def read_values(table, name):
+    """Return the numbers of a column of latents, which older versions wrote as tensors, or the values of another."""
+    column, facts = table[name].combine_chunks(), table.schema.field(name).metadata or {}
+    if b"dtype" in facts:
+        return np.frombuffer(b"".join(column.to_pylist()), facts[b"dtype"].decode())
+    return column.to_numpy_ndarray().ravel() if isinstance(column, pa.FixedShapeTensorArray) else column.to_pylist()
 
 
 def is_equal(one, other):
