@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,20 @@ def peak_memory(command):
     if running.returncode:
         sys.exit(f"{command} ended with {running.returncode}")
     return {name: round(size / 1e6) for name, size in peak.most_common()}, time.monotonic() - start
+
+
+def peer_command(peer, model_dir, class_images, folder, *flags):
+    """Return the command of a DreamBooth script of Diffusers, as it is in its repository; folder: for copies.
+
+    Class images are copied without metadata.jsonl, as the script opens all files of a folder. It needs torchvision; for
+    a build of PyTorch that has none, replace its `transforms` by a module that does the same with Pillow.
+    """
+    pictures = folder / "class-png"
+    pictures.mkdir()
+    count = len([shutil.copy(path, pictures) for path in class_images.glob("*.png")])
+    command = [peer, "--pretrained_model_name_or_path", model_dir, *PROMPTS, "--instance_data_dir", SUBJECT]
+    command += ["--class_data_dir", pictures, "--with_prior_preservation", "--num_class_images", count]
+    return [*command, "--train_batch_size", 1, "--train_text_encoder", "--lr_scheduler", "constant", *flags]
 
 
 def rate(log, first, last, script, *arguments):

@@ -32,6 +32,7 @@ from benchmarks.measuring import (
     SUBJECT,
     end_tree,
     follow,
+    peer_command,
     rate,
     run,
 )
@@ -190,22 +191,16 @@ def whole_job(args, folder):
 
 
 class Peer:
-    """Runs of diffusers' train_dreambooth.py at --peer with equivalent flags; it needs a base model in float32."""
+    """Runs of a DreamBooth script of Diffusers with flags like ours; it needs a base model in float32."""
 
-    def __init__(self, args, inputs, resolution=64):
+    def __init__(self, peer, inputs, *flags):
         import torch
         from diffusers import StableDiffusionPipeline
 
         model = inputs.folder / "float32"
         StableDiffusionPipeline.from_pretrained(ROOT / inputs.model_dir, dtype=torch.float32).save_pretrained(model)
-        self.inputs, class_images = inputs, inputs.folder / "class-png"
-        class_images.mkdir()
-        pictures = [shutil.copy(path, class_images) for path in inputs.class_images.glob("*.png")]  # it opens all files
-        self.command = [sys.executable, args.peer, "--pretrained_model_name_or_path", model, *PROMPTS]
-        self.command += ["--instance_data_dir", SUBJECT, "--class_data_dir", class_images]
-        self.command += ["--with_prior_preservation", "--num_class_images", len(pictures), "--resolution", resolution]
-        self.command += ["--train_batch_size", 1, "--train_text_encoder", "--learning_rate", 5e-6]
-        self.command += ["--lr_scheduler", "constant"]
+        self.inputs = inputs
+        self.command = [sys.executable, *peer_command(peer, model, inputs.class_images, inputs.folder, *flags)]
 
     def follow(self, steps):
         """Run it until its progress bar shows the last of `steps`; return the seconds to each of these steps."""
@@ -228,7 +223,7 @@ class Peer:
 def peer_embedded(args, folder):
     """Steps/s of train.py --num_workers 0 over diffusers' train_dreambooth.py at --peer, embedded model."""
     inputs = Inputs(folder, MODEL)
-    theirs = Peer(args, inputs)
+    theirs = Peer(args.peer, inputs, "--resolution", 64, "--learning_rate", 5e-6)
     for _ in range(args.repeats):
         ours = train(inputs, 110, "--num_workers", 0)
         begin, end = theirs.follow((10, 110))
@@ -239,17 +234,28 @@ def peer_proportional(args, folder):
     """The same, random weights in Stable Diffusion's proportions."""
     run("-m", "benchmarks.proportional_model", "--output_dir", folder / "model")
     inputs = Inputs(folder, folder / "model")
-    theirs = Peer(args, inputs, resolution=128)
+    theirs = Peer(args.peer, inputs, "--resolution", 128, "--learning_rate", 5e-6)
     for _ in range(args.repeats):
         ours = train(inputs, 40, "--num_workers", 0)
         begin, end = theirs.follow((10, 40))
         yield ours, 30 / (end - begin)
 
 
+def peer_lora_embedded(args, folder):
+    """Steps/s of train.py --lora 8 --num_workers 0 over diffusers' train_dreambooth_lora.py, beside --peer."""
+    inputs = Inputs(folder, MODEL)
+    script = Path(args.peer).with_name("train_dreambooth_lora.py")
+    theirs = Peer(script, inputs, "--resolution", 64, "--learning_rate", 1e-4, "--rank", 8)
+    for _ in range(args.repeats):
+        ours = train(inputs, 110, "--lora", 8, "--num_workers", 0)
+        begin, end = theirs.follow((10, 110))
+        yield ours, 100 / (end - begin)
+
+
 def peer_start(args, folder):
     """Steps/s of the first ten steps from the start of the command, embedded model: imports, latent cache, training."""
     inputs = Inputs(folder, MODEL)
-    theirs = Peer(args, inputs)
+    theirs = Peer(args.peer, inputs, "--resolution", 64, "--learning_rate", 5e-6)
     for _ in range(args.repeats):
         output = inputs.new()
         arguments = ("--output_dir", output, "--max_train_steps", 20, *inputs.training_flags(), "--num_workers", 0)
@@ -271,6 +277,7 @@ ROWS = {
         whole_job,
         peer_embedded,
         peer_proportional,
+        peer_lora_embedded,
         peer_start,
     )
 }
