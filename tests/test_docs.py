@@ -346,6 +346,8 @@ def test_the_table_of_families_is_what_the_code_says():
     assert table["all weights"] == [said[each.trains_whole] for each in families]
     assert table["pre-train"] == [said[each.pipeline in SUPPORTED] for each in families]
     assert table["as one file"] == ["yes" if each.webui else "the LoRA alone" for each in families]
+    once = ["if not trained" if each.trainable else "yes" for each in families]  # shown in test_conditions.py
+    assert table["texts encoded once, without the encoders in memory"] == once
     defaults = [said[each.trains_text_encoders] if each.trainable else "–" for each in families]
     assert table["text encoders trained by default"] == defaults
     assert numbers("learning rate") == [[each.lora_lr, each.lr][: 1 + each.trains_whole] for each in families]
