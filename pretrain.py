@@ -184,8 +184,9 @@ def make_batches(task, place, first_step, objective):
     no_caption = encoder.encode_no_caption()
     sizes = config.batch_size_per_worker, schedule.gradient_accumulation_steps
     batching = Batching(*sizes, config.caption_dropout, schedule.seed, objective)
-    batches = training_batches(order, load, first_step, schedule.max_train_steps, batching, no_caption)
-    if config.pool["num_workers"] or not config.online:  # encoding in this process alternates with the steps
+    is_ahead = bool(config.pool["num_workers"]) or not config.online  # encoding in this process alternates with steps
+    batches = training_batches(order, load, first_step, schedule.max_train_steps, batching, no_caption, is_ahead)
+    if is_ahead:
         batches = ahead(batches, config.prefetch_batches)
     return batches, validation_batches(held_out, load, place, batching) if held_out else []
 

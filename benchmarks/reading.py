@@ -58,7 +58,7 @@ def consume(data, window, prefetch, seconds_per_batch, steps):
     order = Order(data.chunk_rows, 0, 1, window, 0)
     batching = Batching(BATCH, 1, 0.1, 0, Times())
     no_caption = {"text_encoder.hidden": np.zeros(SHAPES["text_encoder.hidden"], "f2")}
-    batches = training_batches(order, make_load(data, {"num_workers": 0}), 0, steps, batching, no_caption)
+    batches = training_batches(order, make_load(data, {"num_workers": 0}), 0, steps, batching, no_caption, True)
     start, first = time.monotonic(), None
     for _ in ahead(batches, prefetch):
         first = first or time.monotonic() - start

@@ -16,7 +16,7 @@ from utils import NO_CAPTION, ROW_NOISE, VALIDATION, draw_noise, row_rng
 if TYPE_CHECKING:
     import torch
 
-from pretraining.streams import Arrays, Load, Order, Piece, rebatch, stream_rows
+from pretraining.streams import Arrays, Load, Order, Piece, Window, rebatch, stream_rows
 
 Item = TypeVar("Item")
 
@@ -37,28 +37,34 @@ class Batching:
 
 
 def training_batches(
-    order: Order, load: Load, first_step: int, last_step: int, batching: Batching, no_caption: Arrays
+    order: Order,
+    load: Load,
+    first_step: int,
+    last_step: int,
+    batching: Batching,
+    no_caption: Arrays,
+    is_ahead: bool = False,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this worker's batches for steps `first_step` to `last_step - 1`, as returned by with_noise.
 
     no_caption: the fields of no caption, without a dimension of rows; they replace a share `caption_dropout` of the
-    captions.
+    captions. is_ahead: whether a thread reads the next window of rows while one is used; two are in memory then.
     """
     size, accumulation, seed = batching.batch_size, batching.gradient_accumulation_steps, batching.seed
     position = first_step * accumulation * size
     num_rows = (last_step - first_step) * accumulation * size
-    batches = rebatch(stream_rows(order, load, position, num_rows), size)
+    windows = stream_rows(order, load, position, num_rows)
+    batches = rebatch(ahead(windows, 1) if is_ahead else windows, size)
     for step in range(first_step, last_step):
         for micro, batch in zip(range(accumulation), batches, strict=False):
             first_row = (micro * order.world_size + order.rank) * size  # in the global batch
             rows = range(first_row, first_row + size)
             chances = np.array([row_rng(seed, NO_CAPTION, step, row).random() for row in rows])
-            captions = {name: batch[name].copy() for name in no_caption}
             for name, value in no_caption.items():
-                captions[name][chances < batching.caption_dropout] = value
+                batch[name][chances < batching.caption_dropout] = value
             shape = batch["mean"].shape[1:]
             drawn = [draw_noise(seed, ROW_NOISE, step, row, shape, batching.objective.draw_time) for row in rows]
-            yield with_noise({**batch, **captions}, drawn)
+            yield with_noise(batch, drawn)
 
 
 def with_noise(batch: Arrays, drawn: list[tuple[np.ndarray, np.ndarray, int]]) -> dict[str, torch.Tensor]:
@@ -87,6 +93,17 @@ def hold_out(chunk_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, list[Pi
     return kept, pieces[::-1]
 
 
+def cut(pieces: list[Piece], first: int, last: int) -> list[Piece]:
+    """Return the pieces of rows `first` to `last - 1` of pieces, counted over all of them."""
+    found, start = [], 0
+    for piece in pieces:
+        low, high = (max(0, each - start) + piece["first"] for each in (first, last))
+        if low < min(high, piece["last"]):
+            found.append({**piece, "first": low, "last": min(high, piece["last"])})
+        start += piece["last"] - piece["first"]
+    return found
+
+
 def validation_batches(
     pieces: list[Piece], load: Load, place: Any, batching: Batching
 ) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -97,19 +114,21 @@ def validation_batches(
     """
     import torch
 
-    rows = next(rebatch(load(pieces), sum(piece["last"] - piece["first"] for piece in pieces)))
-    count, size = len(rows["mean"]), batching.batch_size
+    count, size = sum(piece["last"] - piece["first"] for piece in pieces), batching.batch_size
     share = -(-count // (place.world_size * size)) * size
+    first = min(place.rank * share, count - 1)
+    parts = list(load(cut(pieces, first, min(first + share, count))))
+    rows = Window(parts, np.arange(sum(len(part["mean"]) for part in parts)))
     batches = []
     for start in range(place.rank * share, (place.rank + 1) * share, size):
         numbers = np.arange(start, start + size)
+        held = rows.pick(np.minimum(numbers - first, len(rows) - 1))  # beyond the last row its weight is 0
         drawn = []
         for number in (numbers % count).tolist():
-            noise = row_rng(batching.seed, VALIDATION, 0, number).standard_normal(rows["mean"].shape[1:], np.float32)
+            noise = row_rng(batching.seed, VALIDATION, 0, number).standard_normal(held["mean"].shape[1:], np.float32)
             timestep = int((number + 0.5) / count * batching.objective.num_train_timesteps)
             drawn.append((noise, np.zeros_like(noise), timestep))
-        batch = {key: values[numbers % count] for key, values in rows.items()}
-        batches.append((with_noise(batch, drawn), torch.from_numpy(numbers < count).float() / count))
+        batches.append((with_noise(held, drawn), torch.from_numpy(numbers < count).float() / count))
     return batches
 
 

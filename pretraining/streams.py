@@ -72,8 +72,39 @@ class Order:
             yield [dict(zip(names, piece, strict=True)) | {"epoch": epoch} for piece in zip(*window, strict=True)]
 
 
-def stream_rows(order: Order, load: Load, position: int, num_rows: int) -> Iterator[Arrays]:
-    """Yield the windows that hold rows `position` to `position + num_rows` of an order, {field: [B, ...]} each.
+class Window:
+    """The rows of several pieces in the order of a permutation, which are picked from the pieces when they are needed.
+
+    parts: {field: [B, ...]} of each piece. order: numbers of the rows, counted over all parts.
+    """
+
+    def __init__(self, parts: list[Arrays], order: np.ndarray) -> None:
+        self.parts, self.order = parts, order
+        self.starts = np.cumsum([0, *(len(part["mean"]) for part in parts)])
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def take(self, first: int, last: int) -> Arrays:
+        """Return copies of the rows `first` to `last - 1`."""
+        return self.pick(self.order[first:last])
+
+    def pick(self, numbers: np.ndarray) -> Arrays:
+        """Return copies of rows by their numbers over all parts."""
+        places = np.searchsorted(self.starts, numbers, "right") - 1
+        rows = {
+            field: np.empty((len(numbers), *values.shape[1:]), np.result_type(*(part[field] for part in self.parts)))
+            for field, values in self.parts[0].items()
+        }
+        for place in np.unique(places).tolist():
+            own = places == place
+            for field, values in rows.items():
+                values[own] = self.parts[place][field][numbers[own] - self.starts[place]]
+        return rows
+
+
+def stream_rows(order: Order, load: Load, position: int, num_rows: int) -> Iterator[Window]:
+    """Yield the windows that hold rows `position` to `position + num_rows` of an order.
 
     The last window may hold further rows. load: see make_load.
     """
@@ -84,20 +115,23 @@ def stream_rows(order: Order, load: Load, position: int, num_rows: int) -> Itera
         if left <= 0 or sum(len(pieces) for pieces, _, _ in windows) >= MOST_PIECES:
             arrays = load([piece for pieces, _, _ in windows for piece in pieces])
             for pieces, permutation, skip in windows:
-                parts = list(itertools.islice(arrays, len(pieces)))
-                whole = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-                yield {key: values[permutation[skip:]] for key, values in whole.items()}
+                yield Window(list(itertools.islice(arrays, len(pieces))), permutation[skip:])
             windows = []
         if left <= 0:
             return
 
 
-def rebatch(windows: Iterable[Arrays], batch_size: int) -> Iterator[Arrays]:
+def rebatch(windows: Iterable[Window], batch_size: int) -> Iterator[Arrays]:
     """Yield the rows of windows, in order, as arrays [batch_size, ...]; an incomplete last batch is dropped."""
-    held: Arrays = {}
+    held: list[Arrays] = []  # the rows of a batch that runs over windows
+    count = 0  # of them
     for window in windows:
-        held = {key: np.concatenate([held[key], values]) if held else values for key, values in window.items()}
-        count = len(held["mean"]) // batch_size * batch_size
-        for start in range(0, count, batch_size):
-            yield {key: values[start : start + batch_size] for key, values in held.items()}
-        held = {key: values[count:] for key, values in held.items()}
+        first = 0
+        while count + len(window) - first >= batch_size:
+            held.append(window.take(first, first + batch_size - count))
+            first, count = first + batch_size - count, 0
+            yield held[0] if len(held) == 1 else {key: np.concatenate([part[key] for part in held]) for key in held[0]}
+            held = []
+        if first < len(window):
+            held.append(window.take(first, len(window)))
+            count += len(window) - first

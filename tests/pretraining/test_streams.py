@@ -8,13 +8,13 @@ import pytest
 from fake_rows import fake_load
 
 from pretraining import streams
-from pretraining.streams import Order, rebatch, stream_rows
+from pretraining.streams import Order, Window, rebatch, stream_rows
 
 
 def sequence(order, position, num_rows):
     """Return the numbers of rows `position` to `position + num_rows` of an order."""
     windows = list(stream_rows(order, fake_load(order.chunk_rows), position, num_rows))
-    return np.concatenate([window["mean"].ravel() for window in windows])[:num_rows].astype(int)
+    return np.concatenate([window.take(0, len(window))["mean"].ravel() for window in windows])[:num_rows].astype(int)
 
 
 def orders(count, seed=0):
@@ -99,7 +99,8 @@ def test_pieces_are_given_in_portions_and_the_rows_are_the_same(monkeypatch, mos
     monkeypatch.setattr(streams, "MOST_PIECES", most)
     seen = []
     windows = stream_rows(order, fake_load(order.chunk_rows, seen), 5, 40)
-    assert np.array_equal(np.concatenate([window["mean"].ravel() for window in windows])[:40], whole)
+    rows = [window.take(0, len(window))["mean"].ravel() for window in windows]
+    assert np.array_equal(np.concatenate(rows)[:40], whole)
     assert len(seen) > 1 and max(seen) < most + order.window
 
 
@@ -121,6 +122,7 @@ def test_the_fields_of_a_row_stay_together():
 @pytest.mark.parametrize("sizes", [[3, 1, 7, 2], [1] * 13, [13], [4, 4, 4, 1], [2]])
 def test_batches_run_over_windows_and_what_is_left_waits(sizes):
     numbers = np.arange(sum(sizes))
-    windows = [{"mean": part, "prompt": part} for part in np.split(numbers, np.cumsum(sizes)[:-1])]
+    parts = [{"mean": part, "prompt": part} for part in np.split(numbers, np.cumsum(sizes)[:-1])]
+    windows = [Window([part], np.arange(len(part["mean"]))) for part in parts]
     batches = list(rebatch(windows, 4))
     assert [batch["mean"].tolist() for batch in batches] == numbers[: len(numbers) // 4 * 4].reshape(-1, 4).tolist()
