@@ -37,6 +37,8 @@ PARTS = {  # ends of names in files: of peft and Diffusers, older Diffusers, koh
     ".lora_B.weight": "up",
     ".lora.down.weight": "down",
     ".lora.up.weight": "up",
+    ".lora_linear_layer.down.weight": "down",
+    ".lora_linear_layer.up.weight": "up",
     ".lora_down.weight": "down",
     ".lora_up.weight": "up",
     ".alpha": "alpha",

@@ -263,6 +263,10 @@ def make_tiny_flux(folder, guidance_embeds=True):
 
 RANK = 4
 SPELLINGS = {
+    "diffusers' scripts": (
+        "{component}.{module}.lora_linear_layer.down.weight",
+        "{component}.{module}.lora_linear_layer.up.weight",
+    ),
     "peft": ("{component}.{module}.lora_A.weight", "{component}.{module}.lora_B.weight"),
     "older": ("{component}.{module}.lora.down.weight", "{component}.{module}.lora.up.weight"),
     "webui": ("{prefix}_{flat}.lora_down.weight", "{prefix}_{flat}.lora_up.weight"),
