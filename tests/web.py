@@ -65,6 +65,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.answer(200, b"ffff\r\n" + noise_png()[:-300], Transfer_Encoding="chunked")
         self.close_connection = True
 
+    def large(self):
+        self.answer(200, noise_png(len(self.path), 48, 40))
+
     def text(self):
         self.answer(200, b"hello")
 
