@@ -1,10 +1,12 @@
 """What the measurements calculate, against numbers worked by hand; the measurements themselves are no tests."""
 
+import json
+
 import numpy as np
 import psutil
 import pytest
 
-from benchmarks import measuring, older_libraries, plain_diffusers, scaling
+from benchmarks import cost, measuring, older_libraries, plain_diffusers, scaling
 
 
 def test_a_ring_sends_nearly_twice_the_gradients():
@@ -29,6 +31,57 @@ def test_the_fit_finds_what_the_numbers_were_made_of():
     medians = {f"1 workers of {pairs} pairs": 1 / (0.1 + 0.4 * pairs) for pairs in scaling.PAIRS}
     medians |= {f"2 workers of {pairs} pairs": 1 / (0.6 + 0.4 * pairs) for pairs in scaling.PAIRS}
     assert scaling.fit(medians, 1000) == pytest.approx((0.1, 0.4, 8000))
+
+
+COST = """
+    --rows 72000 --samples 72000 14400 --load_rate 1 --encode_rates 10 5 --train_rates 2.5 1 --shared_factor 1.5
+    --cpus 20 --encoders 2 --trainers 4 --cpu_price 1 --encoder_price 2 --trainer_price 3
+    --row_bytes 73e6 --storage_price 10
+""".split()  # noqa: SIM905
+
+
+def test_cost_by_hand(capsys):
+    """A second: 20 rows are loaded; 20 encoded at 256 pixels, 10 at 512, 20 / 3 at both; 10 and 4 trained on."""
+    cost.main(cost.parse_args(COST))
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = printed["strategies"]
+    stored = 72000 * 73e6 / 1e12 * 10 * 6 / 730  # 5.256 TB for 6 hours
+    offline = [[3, 3 * (20 + 4)], [2, 2 * 12], [1, 12], [0, stored]]  # the encoders take 3 hours, the CPUs 1
+    online = [[2, 2 * (20 + 4 + 12)], [1, 20 + 4 + 12]]
+    shared = [[3, 3 * (20 + 12)], [1.5, 1.5 * (20 + 12)]]
+    for name, expected in {"offline": offline, "online": online, "shared": shared}.items():
+        steps = [[step["hours"], step["dollars"]] for step in found[name]["steps"]]
+        assert np.array(steps) == pytest.approx(np.array(expected)), name
+    assert found["offline"]["dollars"] == pytest.approx(72 + 24 + 12 + 0.432)
+    assert [each["trainer_hours"] for each in found.values()] == pytest.approx([3 * 4, 3 * 4, 4.5 * 4])
+    assert found["online"]["steps"][1]["busy"] == pytest.approx({"cpus": 0.2, "encoders": 0.4, "trainers": 1})
+    assert found["offline"]["steps"][0]["slowest"] == "encoders"
+    assert {each["source"] for each in printed["assumed"].values()} == {"given"}
+
+
+@pytest.mark.parametrize("gpus", cost.UNET)
+def test_what_was_published_follows_from_its_rates(gpus):
+    """Days and dollars of MosaicML's table are those of its images/s and its price, 2 dollars an hour."""
+    *rates, days, dollars = cost.UNET[gpus]
+    samples, _ = cost.DEFAULTS["samples"]
+    fleet = {"trainers": cost.Machines(gpus, 2)}
+    steps = [
+        cost.run_step("train", rows, {"trainers": rate / gpus}, fleet)
+        for rows, rate in zip(samples, rates, strict=True)
+    ]
+    assert sum(step["hours"] for step in steps) / 24 == pytest.approx(days, abs=0.005)
+    assert sum(step["dollars"] for step in steps) == pytest.approx(dollars, abs=30)
+
+
+def test_a_default_of_the_cost_says_whose_it_is(capsys):
+    needed = [word for word in COST if word.startswith("--") and word[2:] not in cost.DEFAULTS]
+    words = [each for flag in needed for each in ([flag, "1", "1"] if flag.endswith("rates") else [flag, "1"])]
+    cost.main(cost.parse_args(words))
+    printed = capsys.readouterr().out
+    assumed = json.loads(printed.splitlines()[-1])["assumed"]
+    assert {name for name, each in assumed.items() if each["source"] != "given"} == cost.DEFAULTS.keys()
+    assert all(f"--{name} " in printed and each["source"] in printed for name, each in assumed.items())
+    assert assumed["row_bytes"]["value"] == 2 * (2 * 4 * 32 * 32 + 2 * 4 * 64 * 64 + 77 * 1024) == 239_616
 
 
 def test_a_script_is_followed_to_a_step_and_no_further(tmp_path):
