@@ -23,7 +23,7 @@ SCRIPTS += ("export", "import_model")
 PACKAGES = ("common", "pipelines", "training", "pretraining", "evaluation")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "recipes", "assets", "prompts", "models", "docs", "deploy", ".ci")
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-FOREIGN_FILES = {"train_custom_diffusion.py", "train_dreambooth.py"}  # of Diffusers
+FOREIGN_FILES = {"train_custom_diffusion.py", "train_dreambooth.py", "train_dreambooth_lora.py"}  # of Diffusers
 FOREIGN_VARIABLES = {"RAY_ADDRESS", "RAY_AUTH_MODE", "AWS_REGION"}
 OPERATORS = {"&&", "||", "|", ";", "&", ">", ">>", "<", "(", ")"}
 
