@@ -21,9 +21,11 @@ from tiny_models import RESOLUTION, make_tiny_clip
 import preprocess
 import pretrain
 from common import errors, folders, objects, targets
+from common.storage import Folder
 from pipelines.configs import model_resolution
 from pipelines.families import SD
 from pipelines.objectives import Diffusion
+from pretraining.index import IndexWriter, describe_part, read_index, read_records
 from pretraining.latents import digest_encoders
 from training import checkpoints, logs, workers
 
@@ -409,19 +411,29 @@ def test_two_workers_online_as_offline(command, tmp_path, raw_data, ray_session)
     assert losses(tmp_path / "online.work") == pytest.approx(losses(tmp_path / "offline.work"), abs=1e-6)
 
 
+def spoil(folder, name, column):
+    """Make the values of a part not finite, as an encoder that does not check them would have written it."""
+    table = pq.read_table(folder / name)
+    width = table.schema.field(column).type.byte_width
+    values = pa.array([np.full(width // 2, np.nan, np.float16).tobytes()] * len(table), pa.binary(width))
+    pq.write_table(
+        table.set_column(table.column_names.index(column), table.schema.field(column), values), folder / name
+    )
+    place, (index,) = Folder(folder), [path.name for path in folder.glob("_index-*")]
+    with IndexWriter(place, 0, read_records(place, index)) as writer:
+        writer.add(describe_part(name, (folder / name).read_bytes()))
+    metadata = json.loads((folder / "metadata.json").read_text())
+    metadata["index"]["sha256"] = read_index(place, [index]).digest
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+
+
 @pytest.mark.ray
 def test_an_error_of_one_worker_ends_the_run(command, latents, tmp_path, ray_session):
     """The other worker waits for its gradients meanwhile, for half an hour if nobody tells it."""
     from ray.train import WorkerGroupError
 
     copy = shutil.copytree(latents, tmp_path / "copy")
-    (copy / folders.MANIFEST).unlink()
-    path = copy / "part-000000-0003.parquet"
-    table = pq.read_table(path)
-    values = table["image_latents_16"].combine_chunks().to_numpy_ndarray().copy()
-    values[:] = np.nan
-    column = pa.FixedShapeTensorArray.from_numpy_ndarray(values)
-    pq.write_table(table.set_column(table.column_names.index("image_latents_16"), "image_latents_16", column), path)
+    spoil(copy, "part-000000-0003.parquet", "image_latents_16")
     start = time.monotonic()
     with pytest.raises(WorkerGroupError) as caught:
         command(data=copy, max_steps=20, num_workers=2, shuffle_window=1, batch_size_per_worker=1)

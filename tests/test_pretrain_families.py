@@ -84,12 +84,12 @@ def test_resume_is_bit_equal_after_a_crash(command, tmp_path, power_cut):
 @pytest.mark.parametrize("field", ["text_encoder_2.pooled", "text_encoder_2.hidden", "time_ids"])
 def test_every_input_counts(field, command, tmp_path, monkeypatch):
     """Another value of what only SDXL has gives another loss."""
-    from pretraining.latents import LatentFiles
+    from pretraining.latents import PieceReader
 
     command(output_dir=tmp_path / "as it is", max_steps=1)
-    read = LatentFiles.__call__
+    read = PieceReader.__call__
     monkeypatch.setattr(
-        LatentFiles, "__call__", lambda self, item: ({**rows, field: rows[field] + 3} for rows in read(self, item))
+        PieceReader, "__call__", lambda self, item: ({**rows, field: rows[field] + 3} for rows in read(self, item))
     )
     command(output_dir=tmp_path / "changed", max_steps=1)
     assert losses(tmp_path / "changed.work") != losses(tmp_path / "as it is.work")
