@@ -100,8 +100,6 @@ def test_rows_that_cannot_be_fetched_are_loaded_again_without_the_others(web, tm
     web.hits.clear()
     web.down["503"] = "good"
     again = list(load_again(item, LOADER, 4))
-    assert web.hits == ["/503/1", "/silent/7"] and [chunk["name"] for chunk in again] == [
-        part_name(0, 0),
-        part_name(0, 1),
-    ]
+    assert sorted(web.hits) == ["/503/1", "/silent/7"]
+    assert [chunk["name"] for chunk in again] == [part_name(0, 0), part_name(0, 1)]
     assert [(chunk["keys"], len(chunk["later"])) for chunk in again] == [(["x.parquet:0:1"], 0), ([], 1)]
