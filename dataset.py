@@ -91,7 +91,12 @@ class Pairs:
         return instance, self.num_instance * self.num_variants + j % self.num_class
 
     def _order(self, epoch: int) -> np.ndarray:
-        return row_rng(self.seed, ORDER, epoch, 0).permutation(self.pairs_per_epoch)
+        return _permutation(self.seed, epoch, self.pairs_per_epoch)
+
+
+@functools.lru_cache(maxsize=2)  # a step asks for each of its pairs
+def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    return row_rng(seed, ORDER, epoch, 0).permutation(count)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,8 +119,7 @@ def cache_posteriors(
 
     A longer run adds to the cache of a shorter one. encoder_options: of posteriors.PosteriorEncoder. made_from: plain
     values that decide the latents; a cache made from others is replaced. held: the lock of the work folder, for a URI.
-    buckets: {image: width and height that it is cropped to}, None for squares.
-    pool: options of map_on_actors.
+    buckets: {image: width and height that it is cropped to}, None for squares. pool: options of map_on_actors.
     """
     images = list_rows(pairs, instance_images, class_images)
     rows = pairs.rows_used(num_pairs)
