@@ -32,7 +32,7 @@ from pipelines.configs import base_name, base_revision, check_resolution
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline
 from pretraining.filters import add_filter_flags, chosen_filters
-from pretraining.index import COUNTS, IndexWriter, Record, check_parts, index_files, read_index
+from pretraining.index import COUNTS, IndexWriter, Record, check_parts, read_index
 from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
 from pretraining.loader import Loader, add_raw_data_flags, loader_options
 from pretraining.parts import PartWriter, load_again, load_chunks, missing_parts, parts_to_complete, resume
@@ -176,17 +176,12 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
     check_model(args.model_dir)
     items = missing_parts(sources, index, args.rows_per_file)
     with Progress("preprocess", total, "rows", initial=tally.total) as progress:
-        record_parts(args, folder, writer, tally, progress, write_parts(args, folder, items, load_chunks))
+        record_parts(args, writer, tally, progress, write_parts(args, folder, items, load_chunks))
     return writer
 
 
 def record_parts(
-    args: argparse.Namespace,
-    folder: Folder,
-    writer: IndexWriter,
-    tally: Tally,
-    progress: Progress,
-    records: Iterable[Record],
+    args: argparse.Namespace, writer: IndexWriter, tally: Tally, progress: Progress, records: Iterable[Record]
 ) -> None:
     """Add new parts to the index; end with an error as soon as too many rows are bad or cannot be fetched."""
     with writer:
@@ -194,22 +189,22 @@ def record_parts(
             writer.add(record)
             tally.add(record)
             progress.update(sum(record[name] for name in COUNTS), bad=tally.bad)
-            if tally.wanted >= EARLY and tally.is_too_bad(args.max_bad_fraction):
+            if tally.wanted >= EARLY and tally.fault(args.max_bad_fraction, is_early=True):
                 break
     if tally.wanted >= EARLY:
-        check(args.input, folder, tally, args.max_bad_fraction, is_early=True)
+        check(args.input, writer, tally, args.max_bad_fraction, is_early=True)
 
 
 def fetch_again(args: argparse.Namespace, folder: Folder, sources: list[Source], writer: IndexWriter) -> None:
     """Try to fetch the rows that could not be fetched when their parts were written."""
     for pause in AGAIN_AFTER:
-        index = read_index(folder, index_files(folder))
+        index = read_index(folder, writer.files)
         if not index.later.any():
             return
         say(f"fetching {index.later.sum()} rows again, in {pause:g} s, that could not be fetched")
         time.sleep(pause)
         with writer:
-            items = parts_to_complete(folder, sources, index)
+            items = parts_to_complete(writer, sources, index)
             for record in write_parts(args, folder, items, load_again):
                 writer.add(record)
 
@@ -230,14 +225,14 @@ def write_parts(
     return map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
 
 
-def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any]) -> None:
+def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], writer: IndexWriter) -> None:
     """Check the share of bad rows and write bad_rows.jsonl and metadata.json; publish a local folder."""
-    files = index_files(folder)
+    files = writer.files
     index = read_index(folder, files)
     tally = Tally.of(index)
-    check(args.input, folder, tally, args.max_bad_fraction)
-    bad, filtered = tally.bad + tally.later, count_filtered(folder) if tally.filtered else {}
-    bad_rows = list_bad_rows(folder, LISTED) if bad else []
+    check(args.input, writer, tally, args.max_bad_fraction)
+    bad, filtered = tally.bad + tally.later, count_filtered(writer, index) if tally.filtered else {}
+    bad_rows = list_bad_rows(writer, index, LISTED) if bad else []
     lines = [json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad_rows]
     folder.write(BAD_ROWS, "".join(lines).encode())
     shapes = column_shapes(args.model_dir, args.resolutions)
@@ -303,8 +298,9 @@ def main(args: argparse.Namespace) -> None:
     with contextlib.nullcontext() if remote else folders.lock(Path(work_dir) / folders.LOCK), working():
         folder = output if remote else Folder(f"{work_dir}/parts")
         begin(folder, settings, args.overwrite)
-        fetch_again(args, folder, sources, encode_missing(args, folder, sources))
-        finish(args, folder, settings)
+        writer = encode_missing(args, folder, sources)
+        fetch_again(args, folder, sources, writer)
+        finish(args, folder, settings, writer)
     if not remote:
         shutil.rmtree(work_dir)
 

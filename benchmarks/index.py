@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.measuring import MODEL, ROOT, run, write_data
 from common.messages import Progress
 from common.storage import Folder
-from pretraining.index import IndexWriter, describe_part, index_files, part_name, read_index
+from pretraining.index import IndexWriter, describe_part, part_name, read_index
 from pretraining.latents import METADATA, open_latents
 from pretraining.streams import Order
 from pretraining.tally import Tally
@@ -37,7 +37,7 @@ def make_parts(template, folder, count):
         for source in range(count):
             os.link(template / name, folder / part_name(source, 0))
             writer.add({**record, "source": source})
-    files = index_files(Folder(folder))
+    files = writer.files
     metadata |= {"rows": count * metadata["rows"]}
     metadata["index"] = {"files": files, "sha256": read_index(Folder(folder), files).digest}
     (folder / METADATA).write_text(json.dumps(metadata))
@@ -60,7 +60,7 @@ def record(folder, count):
     results = ({**facts, "source": source} for source in range(count))
     args = argparse.Namespace(input="synthetic", max_bad_fraction=0.2)
     with Progress("preprocess", count * ROWS, "rows") as progress:
-        record_parts(args, Folder(folder), IndexWriter(Folder(folder)), Tally(), progress, results)
+        record_parts(args, IndexWriter(Folder(folder)), Tally(), progress, results)
 
 
 def _timed(function, arguments, results):

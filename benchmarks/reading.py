@@ -18,7 +18,7 @@ import numpy as np
 from common.storage import Folder
 from pretraining.batches import Batching, ahead, training_batches
 from pretraining.columns import to_parquet
-from pretraining.index import IndexWriter, describe_part, index_files, part_name, read_index
+from pretraining.index import IndexWriter, describe_part, part_name, read_index
 from pretraining.latents import LatentFiles
 from pretraining.online import make_load
 from pretraining.streams import Order
@@ -48,7 +48,7 @@ def make_data(folder, count):
             data = to_parquet({"keys": keys, "captions": keys, "bad": []}, columns)
             place.write(part_name(source, 0), data)
             writer.add(describe_part(part_name(source, 0), data))
-    files = index_files(place)
+    files = writer.files
     index = {"files": files, "sha256": read_index(place, files).digest}
     return LatentFiles(str(folder), {field: (names[field], shape) for field, shape in SHAPES.items()}, index)
 

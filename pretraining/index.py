@@ -28,7 +28,7 @@ THREADS = 16  # files that are opened at the same time
 COUNTS = ("rows", "bad", "later", "filtered")  # rows that are good, bad, to be fetched later, left out by filters
 NUMBERS = {name: "int32" for name in ("source", "chunk", *COUNTS)} | {"bytes": "int64"}  # columns and their types
 PART = re.compile(r"part-(\d{6,})-(\d{4,})\.parquet")
-FILE = re.compile(r"_index-\d{5,}\.parquet")  # readers of a folder of Parquet files pass over names with _
+FILE = re.compile(r"_index-\d{5,}\.parquet")
 
 Record = dict[str, Any]  # of a part: the numbers, "sha256" (hex digits), "notes" (JSON, see describe_part)
 
@@ -36,6 +36,11 @@ Record = dict[str, Any]  # of a part: the numbers, "sha256" (hex digits), "notes
 def part_name(source: int, chunk: int) -> str:
     """Return the name of the file for a chunk of a source; names sort in the order of the rows."""
     return f"part-{source:06d}-{chunk:04d}.parquet"
+
+
+def file_name(number: int) -> str:
+    """Return the name of a file of the index; readers of a folder of Parquet files pass over names with _."""
+    return f"_index-{number:05d}.parquet"
 
 
 def describe_part(name: str, data: bytes) -> Record:
@@ -102,11 +107,6 @@ class Index:
         for array in (self.source, self.chunk, self.rows, self.sha256):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
-
-
-def index_files(folder: Folder) -> list[str]:
-    """Return the names of the index files in a folder; lists the parts too, so only preprocess.py calls it."""
-    return [name for name in folder.names(".parquet") if FILE.fullmatch(name)]
 
 
 def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*NUMBERS, "sha256")) -> Index:
@@ -190,6 +190,11 @@ class IndexWriter:
         self.folder, self.number, self.written = folder, number, time.monotonic()
         self.pending = {(record["source"], record["chunk"]): record for record in records}
 
+    @property
+    def files(self) -> list[str]:
+        """The names of all files of the index."""
+        return list(map(file_name, range(self.number + bool(self.pending))))
+
     def add(self, record: Record) -> None:
         """Add a part that is written; it is in the index after FLUSH_EVERY at the latest."""
         self.pending[record["source"], record["chunk"]] = record
@@ -208,7 +213,7 @@ class IndexWriter:
     def flush(self) -> None:
         """Write the newest file with all its records so far."""
         if self.pending:
-            self.folder.write(f"_index-{self.number:05d}.parquet", to_bytes(self.pending.values()))
+            self.folder.write(file_name(self.number), to_bytes(self.pending.values()))
         self.written = time.monotonic()
 
 

@@ -28,12 +28,11 @@ from pipelines.family import Family
 from pipelines.model_folder import digest_parts
 from pipelines.tokens import tokenizer_of
 from pretraining.columns import Fields, read_columns
-from pretraining.index import Index, check_parts, read_index
+from pretraining.index import THREADS, Index, check_parts, read_index
 from pretraining.streams import Arrays, Piece
 
 METADATA = "metadata.json"
 RECORD = "run.json"  # settings of an unfinished data set
-FOOTER_THREADS = 16
 SUPPORTED = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")  # pipelines that can be pre-trained
 
 
@@ -288,7 +287,7 @@ def _list_files(folder):
             raise CheckFailed(f"{place} is missing: encode the data again")
         if sizes[name] != size:
             raise CheckFailed(f"{place} is damaged, its size is not {size} bytes: encode the data again")
-    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         footers = list(pool.map(partial(read_footer, folder), sizes))
     filled = [(columns, [(group, rows) for group, rows in groups if rows]) for columns, groups, _ in footers]
     return {name: footer for name, footer in zip(sizes, filled, strict=True) if footer[1]}

@@ -21,7 +21,6 @@ from pretraining.index import (
     IndexWriter,
     Record,
     describe_part,
-    index_files,
     part_name,
     read_index,
     read_notes,
@@ -41,8 +40,9 @@ def resume(folder: Folder) -> tuple[Index, IndexWriter]:
     sizes = folder.names(".parquet")
     files = [name for name in sizes if FILE.fullmatch(name)]
     index = read_index(folder, files)
-    index = index.only(np.array([sizes.get(index.name(part)) == index.bytes[part] for part in range(len(index))], bool))
-    listed = {index.name(part) for part in range(len(index))}
+    names = list(map(index.name, range(len(index))))
+    is_there = np.array([sizes.get(name) for name in names], float) == index.bytes  # nan, which equals nothing: missing
+    index, listed = index.only(is_there), set(itertools.compress(names, is_there))
     newest = [record for name in files[-1:] for record in read_records(folder, name)]
     is_full = len(newest) >= PARTS_PER_FILE
     newest = [] if is_full else [each for each in newest if part_name(each["source"], each["chunk"]) in listed]
@@ -112,11 +112,11 @@ class _Reader:
         return some
 
 
-def parts_to_complete(folder: Folder, sources: list[Source], index: Index) -> list[dict[str, Any]]:
+def parts_to_complete(writer: IndexWriter, sources: list[Source], index: Index) -> list[dict[str, Any]]:
     """Return the items of load_again for all sources that have a part with rows to fetch again."""
     left: dict[int, dict[int, list[int]]] = {}
     if index.later.any():
-        for part, notes in read_notes(folder, index_files(folder), index):
+        for part, notes in read_notes(writer.folder, writer.files, index):
             if notes["later"]:
                 of_source = left.setdefault(int(index.source[part]), {})
                 of_source[int(index.chunk[part])] = list(map(row_number, notes["later"]))

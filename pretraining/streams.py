@@ -10,14 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from utils import SHUFFLE, row_rng
-
-if TYPE_CHECKING:
-    pass
 
 MOST_PIECES = 1000  # passed to Ray Data at a time
 

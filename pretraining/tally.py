@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import BadInput, TryAgain
-from common.storage import Folder
 from pretraining.columns import row_number
-from pretraining.index import COUNTS, Index, Record, index_files, read_index, read_notes
+from pretraining.index import COUNTS, Index, IndexWriter, Record, read_index, read_notes
 from pretraining.loader import likely_bad
 
 MOST_LATER = 0.5  # share of rows that cannot be fetched, above which the network or a server is taken to be away
@@ -46,47 +44,51 @@ class Tally:
         """All rows but those that filters left out, of which shares are taken."""
         return self.total - self.filtered
 
-    def is_too_bad(self, max_bad_fraction: float) -> bool:
-        """Return whether more of the rows so far are bad, or cannot be fetched, than chance explains."""
-        seen = self.rows + self.bad
-        most_later = max(MOST_LATER, max_bad_fraction) * self.wanted
-        return self.bad > likely_bad(seen, max_bad_fraction) or self.later > most_later
+    def seen(self, is_early: bool = False) -> int:
+        """Rows of which the share of bad ones is taken; early without those that may be fetched later."""
+        return self.rows + self.bad + (0 if is_early else self.later)
+
+    def fault(self, max_bad_fraction: float, is_early: bool = False) -> str | None:
+        """Return of what there are more rows than max_bad_fraction allows, "bad" or "later", or None.
+
+        is_early: these are not all rows, so that the shares may differ by chance.
+        """
+        most_bad = likely_bad(self.seen(True), max_bad_fraction) if is_early else max_bad_fraction * self.seen()
+        if self.bad > most_bad:
+            return "bad"
+        most = max(MOST_LATER, max_bad_fraction) if is_early else max_bad_fraction - self.bad / max(1, self.wanted)
+        return "later" if self.later > most * self.wanted else None
 
 
-def check(location: str, folder: Folder, tally: Tally, max_bad_fraction: float, is_early: bool = False) -> None:
-    """Raise BadInput or TryAgain if more rows are bad, or cannot be fetched, than max_bad_fraction allows.
+def check(location: str, writer: IndexWriter, tally: Tally, max_bad_fraction: float, is_early: bool = False) -> None:
+    """Raise BadInput or TryAgain if more rows are bad, or cannot be fetched, than Tally.fault allows.
 
-    folder: of the parts; their notes name the first such row. is_early: these are not all rows, so that the shares may
-    differ by chance.
+    writer: of the index, whose notes name the first such row.
     """
-    seen = tally.rows + tally.bad + (0 if is_early else tally.later)
-    if tally.bad > (likely_bad(seen, max_bad_fraction) if is_early else max_bad_fraction * seen):
-        key, reason = _first(folder, "bad")
+    fault = tally.fault(max_bad_fraction, is_early)
+    if fault == "bad":
+        key, reason = _first(writer, fault)
         raise BadInput(
-            f"--input {location}: {tally.bad} of {seen} rows are bad, more than --max_bad_fraction "
+            f"--input {location}: {tally.bad} of {tally.seen(is_early)} rows are bad, more than --max_bad_fraction "
             f"{max_bad_fraction:g} allows; the first is {key}: {reason}"
         )
-    most = max(MOST_LATER, max_bad_fraction) if is_early else max_bad_fraction - tally.bad / max(1, tally.wanted)
-    if tally.later > most * tally.wanted:
-        key, reason = _first(folder, "later")
+    if fault:
+        key, reason = _first(writer, fault)
         raise TryAgain(
             f"--input {location}: {tally.later} of {tally.wanted} rows cannot be fetched now; the first is {key}: "
             f"{reason}: run the same command again when the servers answer, or pass a larger --max_bad_fraction"
         )
 
 
-def _notes(folder: Folder) -> Iterator[dict[str, Any]]:
-    files = index_files(folder)
-    return (notes for _, notes in read_notes(folder, files, read_index(folder, files)))
+def _first(writer: IndexWriter, note: str) -> list[str]:
+    index = read_index(writer.folder, writer.files)
+    return next(notes[note][0] for _, notes in read_notes(writer.folder, writer.files, index) if notes[note])
 
 
-def _first(folder: Folder, note: str) -> list[str]:
-    return next(notes[note][0] for notes in _notes(folder) if notes[note])
-
-
-def list_bad_rows(folder: Folder, most: int) -> list[list[str]]:
+def list_bad_rows(writer: IndexWriter, index: Index, most: int) -> list[list[str]]:
     """Return [key, reason] of the first bad rows, at most `most`, with those that could not be fetched."""
-    return list(itertools.islice(itertools.chain.from_iterable(map(_all_bad, _notes(folder))), most))
+    notes = read_notes(writer.folder, writer.files, index)
+    return list(itertools.islice(itertools.chain.from_iterable(_all_bad(each) for _, each in notes), most))
 
 
 def _all_bad(notes: dict[str, Any]) -> list[list[str]]:
@@ -95,9 +97,9 @@ def _all_bad(notes: dict[str, Any]) -> list[list[str]]:
     return sorted(notes["bad"] + later, key=row_number)
 
 
-def count_filtered(folder: Folder) -> dict[str, int]:
+def count_filtered(writer: IndexWriter, index: Index) -> dict[str, int]:
     """Return {reason: number of rows that filters left out for it}."""
     counts: Counter[str] = Counter()
-    for notes in _notes(folder):
+    for _, notes in read_notes(writer.folder, writer.files, index):
         counts.update(notes["filtered"])
     return dict(counts)

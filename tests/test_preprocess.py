@@ -284,8 +284,8 @@ def test_an_early_look_allows_for_chance(monkeypatch):
         is_bad = np.random.default_rng(seed).random(20_000) < 0.045
         for seen in range(1000, 20_001, 256):
             bad = int(is_bad[:seen].sum())
-            assert not Tally(seen - bad, bad).is_too_bad(0.05)
-    assert Tally(900, 100).is_too_bad(0.05)
+            assert not Tally(seen - bad, bad).fault(0.05, is_early=True)
+    assert Tally(900, 100).fault(0.05, is_early=True) == "bad"
     monkeypatch.setattr(tally, "_first", lambda folder, note: ["key", "reason"])
     tally.check("data", None, Tally(960, 60), 0.05, is_early=True)
     with pytest.raises(errors.BadInput, match="100 of 1000 rows are bad"):

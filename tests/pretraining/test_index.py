@@ -10,7 +10,7 @@ from common import errors
 from common.storage import Folder
 from pretraining import index
 from pretraining.columns import to_parquet
-from pretraining.index import IndexWriter, describe_part, index_files, part_name, read_index, read_notes
+from pretraining.index import FILE, IndexWriter, describe_part, part_name, read_index, read_notes
 
 
 def records(count, rows=4):
@@ -22,10 +22,15 @@ def records(count, rows=4):
     return made
 
 
+def index_files(folder):
+    return [name for name in folder.names(".parquet") if FILE.fullmatch(name)]
+
+
 def write(folder, made, first=0):
     with IndexWriter(Folder(folder), first) as writer:
         for record in made:
             writer.add(record)
+    assert writer.files == index_files(Folder(folder))
     return Folder(folder)
 
 

@@ -95,7 +95,8 @@ def test_rows_that_cannot_be_fetched_are_loaded_again_without_the_others(web, tm
     folder = Folder(tmp_path / "out")
     for chunk in chunks:
         folder.write(chunk["name"], to_parquet(chunk, {}))
-    (item,) = parts_to_complete(folder, sources, resume(folder)[0])
+    index, writer = resume(folder)
+    (item,) = parts_to_complete(writer, sources, index)
     assert item["left"] == {0: [1], 1: [7]}
     web.hits.clear()
     web.down["503"] = "good"
