@@ -28,7 +28,7 @@ from pipelines.families import find_family
 from pipelines.model_folder import check_model, count_weights
 from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
-from pretraining.inputs import add_data_flags, add_model_flags, open_data
+from pretraining.inputs import add_data_flags, add_loading_flags, add_model_flags, open_data
 from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
 from pretraining.resources import share_with_loaders
@@ -57,11 +57,7 @@ def parse_args(argv=None):
     group = cli.add_shared_flags(parser)
     num_workers = "number of Ray Train workers; 0 trains in this process without Ray; default: one per GPU, or 1"
     group.add_argument("--num_workers", type=cli.non_negative_int, help=num_workers)
-    loading_workers = "number of actors per worker that read data, or encode it with --online; 0 reads in a thread of "
-    loading_workers += "the worker and encodes in the worker; default: 1 with --online, else 0"
-    group.add_argument("--num_data_loading_workers", type=cli.non_negative_int, help=loading_workers)
-    prefetch = "number of batches that a worker makes before they are needed"
-    group.add_argument("--prefetch_batches", type=cli.positive_int, default=4, help=prefetch)
+    add_loading_flags(group)
     strategy = "ddp: each worker holds the whole UNet; fsdp: the workers share its weights"
     group.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp", help=strategy)
     sharding = "what FSDP shards, under the names of PyTorch's ShardingStrategy"

@@ -29,6 +29,15 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     add_raw_data_flags(parser.add_argument_group("raw data (with --online)"))
 
 
+def add_loading_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of how a worker gets its batches."""
+    loading_workers = "number of actors per worker that read data, or encode it with --online; 0 reads in a thread of "
+    loading_workers += "the worker and encodes in the worker; default: 1 with --online, else 0"
+    group.add_argument("--num_data_loading_workers", type=cli.non_negative_int, help=loading_workers)
+    prefetch = "number of batches that a worker makes before they are needed"
+    group.add_argument("--prefetch_batches", type=cli.positive_int, default=4, help=prefetch)
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the model that pretrain.py trains, and of its results."""
     group = parser.add_argument_group("model")

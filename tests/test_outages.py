@@ -60,6 +60,20 @@ def losses(work_dir):
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
+@pytest.fixture
+def undisturbed(faulty_s3, latents, raw_data, pretrain_command, tmp_path):
+    """A function that trains on data in the store, raw with `online`, without an outage; it returns the flags."""
+
+    def train(online):
+        objects.upload_folder(raw_data if online else latents, faulty_s3.uri("data"))
+        flags = {"data": faulty_s3.uri("data"), "max_steps": 14}
+        flags |= {"online": True, "rows_per_file": 4} if online else {"online": None, "rows_per_file": None}
+        pretrain_command(**flags, output_dir=tmp_path / "undisturbed")
+        return flags
+
+    return train
+
+
 @pytest.mark.parametrize("kind", ["503", *(pytest.param(kind, marks=LONG) for kind in ("reset", "silent"))])
 def test_latents_are_those_of_an_undisturbed_run(kind, short, outage_at, faulty_s3, tiny_model, tmp_path, capsys):
     """The store is away while the images of the third file are being read, and then while it is written."""
@@ -82,17 +96,8 @@ def test_latents_are_those_of_an_undisturbed_run(kind, short, outage_at, faulty_
 @pytest.mark.parametrize(
     ("kind", "online"), [("503", False), ("reset", True), pytest.param("silent", False, marks=LONG)]
 )
-def test_training_goes_on_where_it_was(
-    kind, online, short, outage_at, faulty_s3, latents, raw_data, pretrain_command, tmp_path
-):
-    objects.upload_folder(raw_data if online else latents, faulty_s3.uri("data"))
-    flags = {
-        "data": faulty_s3.uri("data"),
-        "max_steps": 14,
-        "online": online or None,
-        "rows_per_file": 4 if online else None,
-    }
-    pretrain_command(**flags, output_dir=tmp_path / "undisturbed")
+def test_training_goes_on_where_it_was(kind, online, short, outage_at, undisturbed, pretrain_command, tmp_path):
+    flags = undisturbed(online)
     calls = outage_at(loop, "accumulate_gradients", 2, kind=kind)
     pretrain_command(**flags)
     assert len(calls) == 14
@@ -101,16 +106,9 @@ def test_training_goes_on_where_it_was(
 
 @pytest.mark.parametrize("online", [False, pytest.param(True, marks=LONG)])
 def test_after_too_long_an_outage_no_step_is_lost(
-    online, short, outage_at, faulty_s3, latents, raw_data, pretrain_command, tmp_path, monkeypatch
+    online, short, outage_at, faulty_s3, undisturbed, pretrain_command, tmp_path, monkeypatch
 ):
-    objects.upload_folder(raw_data if online else latents, faulty_s3.uri("data"))
-    flags = {
-        "data": faulty_s3.uri("data"),
-        "max_steps": 14,
-        "online": online or None,
-        "rows_per_file": 4 if online else None,
-    }
-    pretrain_command(**flags, output_dir=tmp_path / "undisturbed")
+    flags = undisturbed(online)
     monkeypatch.setattr(outages, "OUTAGE", 1.0)
     calls = outage_at(loop, "accumulate_gradients", 3, seconds=1000)
     with pytest.raises(errors.TryAgain, match="does not answer"):
