@@ -37,6 +37,7 @@ from training import checkpoints, driver, estimate, flags, launch, loop, paralle
 from training.inputs import check_inputs
 from training.modules import load_unet, recomputes
 from training.optimizer import make_optimizer
+from training.pretraining_flags import add_strategy_flags, add_training_flags
 from training.publishing import pretraining_card, publish_pipeline
 from training.task import Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
 
@@ -52,16 +53,13 @@ def parse_args(argv=None):
     parser = cli.make_parser(__doc__)
     add_data_flags(parser)
     add_model_flags(parser)
-    _add_training_flags(parser)
+    add_training_flags(parser)
     add_hub_flags(parser.add_argument_group("upload"))
     group = cli.add_shared_flags(parser)
     num_workers = "number of Ray Train workers; 0 trains in this process without Ray; default: one per GPU, or 1"
     group.add_argument("--num_workers", type=cli.non_negative_int, help=num_workers)
     add_loading_flags(group)
-    strategy = "ddp: each worker holds the whole UNet; fsdp: the workers share its weights"
-    group.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp", help=strategy)
-    sharding = "what FSDP shards, under the names of PyTorch's ShardingStrategy"
-    group.add_argument("--fsdp_sharding", choices=parallel.SHARDINGS, default="FULL_SHARD", help=sharding)
+    add_strategy_flags(group)
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
     flags.check_schedule(parser, args)
@@ -71,29 +69,6 @@ def parse_args(argv=None):
     if args.unet_config and args.init_from_pretrained:
         parser.error("--unet_config makes a new UNet, --init_from_pretrained loads the model's: use only one of them")
     return args
-
-
-def _add_training_flags(parser):
-    group = parser.add_argument_group("training")
-    steps = "length of the run in optimizer steps; overrides --max_epochs"
-    group.add_argument("--max_steps", type=cli.positive_int, help=steps)
-    epochs = "length of the run in passes over the data"
-    group.add_argument("--max_epochs", type=cli.positive_int, default=1, help=epochs)
-    batch = "number of rows in a batch of one worker"
-    group.add_argument("--batch_size_per_worker", type=cli.positive_int, default=32, help=batch)
-    accumulation = "batches of a worker in one optimizer step"
-    group.add_argument("--gradient_accumulation_steps", type=cli.positive_int, default=1, help=accumulation)
-    flags.add_optimizer_flags(group, 1e-4, "constant_with_warmup", 10000, ("--lr",))
-    ema = "decay of the exponential moving average of the weights; 0 keeps no average"
-    group.add_argument("--ema_decay", type=cli.fraction, default=0.9999, help=ema)
-    dropout = "share of the rows that are trained without caption, for classifier-free guidance"
-    group.add_argument("--caption_dropout", type=cli.fraction, default=0.1, help=dropout)
-    group.add_argument("--seed", type=cli.seed, default=0, help="seed of new weights, row order, noise and timesteps")
-
-    group = parser.add_argument_group("checkpoints and logs")
-    between = "number of steps between two computations of the validation loss"
-    group.add_argument("--validation_steps", type=cli.positive_int, default=1000, help=between)
-    flags.add_checkpoint_flags(group, 1000, keep=True, what="checkpoints")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ workers      a worker's place among the others        validation   validation im
 loop         the training loop                        publishing   the published pipeline and its model card
 modules      the modules to train, loaded             inputs       checks of flags and folders
 dreambooth_flags  command-line flags of train.py alone
+pretraining_flags  those of pretrain.py alone
 subjects     photos and class images of train.py, and the text of each
 adapters     the adapters of a LoRA: added, saved, published
 quantization the frozen weights under a LoRA in 8 or 4 bits
