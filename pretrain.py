@@ -19,6 +19,7 @@ import utils
 from common import cli, folders, targets
 from common.cluster import start_ray
 from common.errors import BadInput
+from common.messages import say
 from common.objects import local_copy, uris_in_errors
 from common.storage import split
 from pipelines import loading
@@ -32,7 +33,7 @@ from pretraining.inputs import add_data_flags, add_loading_flags, add_model_flag
 from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
 from pretraining.resources import share_with_loaders
-from pretraining.streams import Order
+from pretraining.streams import Order, count_streams
 from training import checkpoints, driver, estimate, flags, launch, loop, parallel, resuming
 from training.inputs import check_inputs
 from training.modules import load_unet, recomputes
@@ -56,8 +57,8 @@ def parse_args(argv=None):
     add_training_flags(parser)
     add_hub_flags(parser.add_argument_group("upload"))
     group = cli.add_shared_flags(parser)
-    num_workers = "number of Ray Train workers; 0 trains in this process without Ray; default: one per GPU, or 1"
-    group.add_argument("--num_workers", type=cli.non_negative_int, help=num_workers)
+    num_workers = "Ray Train workers: N, or MIN:MAX as nodes come and go; 0: this process; default: one per GPU, or 1"
+    group.add_argument("--num_workers", type=cli.pool_size, help=num_workers)
     add_loading_flags(group)
     add_strategy_flags(group)
     cli.add_compute_flags(group)
@@ -80,7 +81,7 @@ class Pretraining:
     """What a worker learns, and from which data.
 
     unet: configuration of the UNet. pool: options of map_on_actors. online: whether `data` are the fields of RawImages,
-    else of LatentFiles. rows_per_step: rows in one optimizer step of all workers.
+    else of LatentFiles. num_streams: of streams.Order. rows_per_step: rows in one optimizer step of all workers.
     """
 
     unet: dict
@@ -93,7 +94,7 @@ class Pretraining:
     data: dict
     pool: dict
     num_validation_rows: int
-    shuffle_window: int
+    num_streams: int
     prefetch_batches: int
     batch_size_per_worker: int
     rows_per_step: int
@@ -150,7 +151,7 @@ def make_batches(task, place, first_step, objective):
     data = (RawImages if config.online else LatentFiles)(**config.data)
     load = make_load(data, config.pool)
     chunk_rows, held_out = hold_out(data.chunk_rows, config.num_validation_rows)
-    order = Order(chunk_rows, place.rank, place.world_size, config.shuffle_window, schedule.seed)
+    order = Order(chunk_rows, place.rank, place.world_size, config.num_streams, schedule.seed)
     encoder = LatentEncoder(task.output.model_dir, (), 1, compute.mixed_precision, compute.num_threads)
     no_caption = encoder.encode_no_caption()
     sizes = config.batch_size_per_worker, schedule.gradient_accumulation_steps
@@ -251,14 +252,23 @@ def read_inputs(args):
 
 
 def plan_steps(args, settings, data, num_workers):
-    """Add the rows of a step, of all workers together, to `settings`; return the number of steps to train for."""
+    """Add what the workers share to `settings`: rows per step, streams; return the number of steps to train for."""
     total = int(data.chunk_rows.sum())
     rows = total - args.num_validation_rows
-    per_step = args.batch_size_per_worker * args.gradient_accumulation_steps * max(1, num_workers)
+    smallest, largest = (max(1, bound) for bound in driver.bounds(num_workers))
+    per_step = args.batch_size_per_worker * args.gradient_accumulation_steps * largest
     settings["rows_per_step"] = per_step
     if rows <= 0:
         raise BadInput(f"--num_validation_rows {args.num_validation_rows} leaves none of {total} rows to train on")
     driver.check_batch(rows, per_step, f"--data {args.data}", "rows")
+    sizes = launch.dividing_sizes(smallest, largest, args.gradient_accumulation_steps)
+    args.num_streams = count_streams(args.shuffle_window, sizes, len(data.chunk_rows))
+    earlier = resuming.recorded_settings(args.output_dir, args.work_dir)
+    is_same = all(earlier.get(name) == settings[name] for name in ("rows_per_step", "shuffle_window", "data"))
+    if is_same:
+        args.num_streams = earlier.get("num_streams", args.num_streams)
+    if not is_same or "num_streams" in earlier:  # runs of older versions have none
+        settings["num_streams"] = args.num_streams
     return args.max_steps or driver.steps_of(args.max_epochs * rows, per_step)
 
 
@@ -289,18 +299,21 @@ def explain(args, settings, data):
 def train(args, settings, data, steps, num_workers, owner):
     """Run the workers; return what rank 0 returns."""
     check_needs(args, settings)
+    if "num_streams" not in settings:
+        say("warning: an older version began this run: in this epoch some rows may be used twice, or not at all")
+    smallest, largest = driver.bounds(num_workers)
     count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
     pool = {"num_workers": 0}
     if num_workers and count:
         nodes = start_ray(args.address, args.insecure_cluster, launch.TRAINER)
-        pool = share_with_loaders(nodes, num_workers, count, args.online, args.gpus_per_worker)
+        pool = share_with_loaders(nodes, largest, count, args.online, args.gpus_per_worker)
         pool |= {"max_failures": args.max_failures, "address": nodes.address}
     learned = {"unet": settings["unet"], "rows_per_step": settings["rows_per_step"], "data": asdict(data), "pool": pool}
     task = PretrainTask(
         output=from_flags(Output, args, model_dir=args.model_location, settings=settings, owner=owner),
         schedule=from_flags(Schedule, args, max_train_steps=steps),
         optimization=from_flags(Optimization, args),
-        compute=from_flags(Compute, args, num_workers=num_workers),
+        compute=from_flags(Compute, args, num_workers=largest, min_workers=smallest),
         images=from_flags(Images, args),
         pretraining=from_flags(Pretraining, args, **learned),
     )

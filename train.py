@@ -233,7 +233,8 @@ def read_inputs(args):
 
 def plan_steps(args, settings, found, num_workers):
     """Add the pairs of a step, of all workers together, to `settings`; return the number of steps to train for."""
-    settings["pairs_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * max(1, num_workers)
+    largest = max(1, driver.bounds(num_workers)[1])
+    settings["pairs_per_step"] = args.train_batch_size * args.gradient_accumulation_steps * largest
     num_pairs = args.max_train_pairs or args.num_epochs * found.pairs_per_epoch
     return args.max_train_steps or driver.steps_of(num_pairs, settings["pairs_per_step"])
 
@@ -310,7 +311,7 @@ def train(args, settings, found, steps, num_workers, owner):
         posteriors_dir, pairs, num_pairs, photos, class_images, encoder_options, made_from, **where, **pool
     )
     validation_steps = args.validation_steps or -(-steps // 4)  # a quarter of the run
-    smallest, largest = num_workers if isinstance(num_workers, tuple) else (None, num_workers)
+    smallest, largest = driver.bounds(num_workers)
     learned = {name: getattr(material, name) for name in ("texts", "text_of", "skipped_images")}
     learned["instance_prompts"] = [subject.photos.prompt for subject in found.subjects]
     learned |= {"pairs_per_step": settings["pairs_per_step"], "pairs": pairs, "posteriors_dir": posteriors_dir}

@@ -46,7 +46,7 @@ def make_parts(template, folder, count):
 def open_data(folder):
     """What the driver and a worker of pretrain.py do with the data before the first step."""
     files = open_latents(str(folder), MODEL, 64)
-    next(Order(files.chunk_rows, 0, 1, 16, 0).windows(0))
+    next(Order(files.chunk_rows, 0, 1, 16, 0).pieces(0))
     files.locate({"chunk": 0})
 
 
@@ -67,12 +67,15 @@ def _timed(function, arguments, results):
     os.chdir(ROOT)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     function(*arguments)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     results.put((time.monotonic() - start, before / 1e3, memory / 1e3))
 
 
 def measure(function, *arguments):
-    """Call a function in a process of its own; return (seconds, peak memory in MB before and after it)."""
+    """Call a function in a process of its own; return (seconds, peak memory in MB before and after it).
+
+    The peak is that of the process, or of the command that it runs.
+    """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=_timed, args=(function, arguments, results))
@@ -102,13 +105,15 @@ def main(args):
             seconds, _, memory = map(statistics.median, zip(*found, strict=True))
             show("open a data set, parts", count, seconds, memory)
         flags = ["--model_dir", MODEL, "--max_steps", 2, "--batch_size_per_worker", 2, "--num_workers", 0, "--data"]
-        seconds = {count: [] for count in args.parts}
+        runs = {count: [] for count in args.parts}
         for number in range(args.repeats):
             for count in args.parts:
                 output = place / f"out-{count}-{number}"
-                seconds[count].append(run("pretrain.py", *flags, place / f"parts-{count}", "--output_dir", output))
-        for count, found in seconds.items():
-            show("pretrain.py, 2 steps in this process, parts", count, statistics.median(found), 0)
+                words = *flags, place / f"parts-{count}", "--output_dir", output
+                runs[count].append(measure(run, "pretrain.py", *words))
+        for count, found in runs.items():
+            seconds, _, memory = map(statistics.median, zip(*found, strict=True))
+            show("pretrain.py, 2 steps in this process, parts", count, seconds, memory)
         for count in args.results:
             (place / f"results-{count}").mkdir()
             seconds, _, memory = measure(record, place / f"results-{count}", count)

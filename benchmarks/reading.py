@@ -21,7 +21,7 @@ from pretraining.columns import to_parquet
 from pretraining.index import IndexWriter, describe_part, part_name, read_index
 from pretraining.latents import LatentFiles
 from pretraining.online import make_load
-from pretraining.streams import Order
+from pretraining.streams import Order, count_streams
 
 ROWS, BATCH = 256, 32
 SHAPES = {"mean": (4, 32, 32), "std": (4, 32, 32), "text_encoder.hidden": (77, 1024)}  # SD 2 at 256 pixels
@@ -55,7 +55,7 @@ def make_data(folder, count):
 
 def consume(data, window, prefetch, seconds_per_batch, steps):
     """Take batches; return (seconds, seconds until the first batch)."""
-    order = Order(data.chunk_rows, 0, 1, window, 0)
+    order = Order(data.chunk_rows, 0, 1, count_streams(window, [1], len(data.chunk_rows)), 0)
     batching = Batching(BATCH, 1, 0.1, 0, Times())
     no_caption = {"text_encoder.hidden": np.zeros(SHAPES["text_encoder.hidden"], "f2")}
     batches = training_batches(order, make_load(data, {"num_workers": 0}), 0, steps, batching, no_caption, True)

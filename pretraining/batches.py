@@ -16,7 +16,7 @@ from utils import NO_CAPTION, ROW_NOISE, VALIDATION, draw_noise, row_rng
 if TYPE_CHECKING:
     import torch
 
-from pretraining.streams import Arrays, Load, Order, Piece, Window, rebatch, stream_rows
+from pretraining.streams import Arrays, Load, Order, Piece, batch_rows, pick_rows, read_pieces
 
 Item = TypeVar("Item")
 
@@ -48,17 +48,18 @@ def training_batches(
     """Yield this worker's batches for steps `first_step` to `last_step - 1`, as returned by with_noise.
 
     no_caption: the fields of no caption, without a dimension of rows; they replace a share `caption_dropout` of the
-    captions. is_ahead: whether a thread reads the next window of rows while one is used; two are in memory then.
+    captions. is_ahead: whether a thread reads pieces before they are needed, half as many as are in use.
     """
     size, accumulation, seed = batching.batch_size, batching.gradient_accumulation_steps, batching.seed
     position = first_step * accumulation * size
     num_rows = (last_step - first_step) * accumulation * size
-    windows = stream_rows(order, load, position, num_rows)
-    batches = rebatch(ahead(windows, 1) if is_ahead else windows, size)
+    pieces = read_pieces(order, load, position, num_rows)
+    pieces = ahead(pieces, -(-order.num_streams // order.world_size // 2)) if is_ahead else pieces
+    batches = batch_rows(order, pieces, position, num_rows, size)
     for step in range(first_step, last_step):
         for micro, batch in zip(range(accumulation), batches, strict=False):
-            first_row = (micro * order.world_size + order.rank) * size  # in the global batch
-            rows = range(first_row, first_row + size)
+            first = order.rank + order.world_size * micro * size  # in the global batch
+            rows = range(first, first + order.world_size * size, order.world_size)
             chances = np.array([row_rng(seed, NO_CAPTION, step, row).random() for row in rows])
             for name, value in no_caption.items():
                 batch[name][chances < batching.caption_dropout] = value
@@ -117,12 +118,13 @@ def validation_batches(
     count, size = sum(piece["last"] - piece["first"] for piece in pieces), batching.batch_size
     share = -(-count // (place.world_size * size)) * size
     first = min(place.rank * share, count - 1)
-    parts = list(load(cut(pieces, first, min(first + share, count))))
-    rows = Window(parts, np.arange(sum(len(part["mean"]) for part in parts)))
+    parts = load(cut(pieces, first, min(first + share, count)))
+    rows = [(part, row) for part in parts for row in range(len(part["mean"]))]
     batches = []
     for start in range(place.rank * share, (place.rank + 1) * share, size):
         numbers = np.arange(start, start + size)
-        held = rows.pick(np.minimum(numbers - first, len(rows) - 1))  # beyond the last row its weight is 0
+        chosen = np.minimum(numbers - first, len(rows) - 1)  # beyond the last row its weight is 0
+        held = pick_rows([rows[number] for number in chosen.tolist()])
         drawn = []
         for number in (numbers % count).tolist():
             noise = row_rng(batching.seed, VALIDATION, 0, number).standard_normal(held["mean"].shape[1:], np.float32)

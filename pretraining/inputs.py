@@ -24,7 +24,8 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prescaled_latents", action="store_true", help=scaled)
     rows = "number of rows at the end of the data that are held out for the validation loss"
     group.add_argument("--num_validation_rows", type=cli.non_negative_int, default=0, help=rows)
-    window = "number of row groups that are shuffled together"
+    window = "row groups per worker that are read at the same time, a row of each in turn; more of them mix the rows "
+    window += "better and take more memory"
     group.add_argument("--shuffle_window", type=cli.positive_int, default=16, help=window)
     add_raw_data_flags(parser.add_argument_group("raw data (with --online)"))
 

@@ -1,14 +1,16 @@
-"""The order in which each worker sees the rows, and reading them in that order.
+"""The order in which the rows of a data set are trained on, and reading a worker's share of them in that order.
 
 A chunk is a row group of latents, or up to `rows_per_chunk` rows of raw data that are encoded on the fly. A piece is a
 range of the rows of a chunk in an epoch: {"chunk", "first", "last", "epoch"}. The order is computed here, not by Ray
-Data, so that training can resume at any step.
+Data, so that training can resume at any step, with any number of workers.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,112 +24,144 @@ Arrays = dict[str, np.ndarray]
 Load = Callable[[list[Piece]], Iterator[Arrays]]
 
 
+def count_streams(window: int, sizes: Sequence[int], num_chunks: int) -> int:
+    """Return the `num_streams` of an Order: about `window` for each worker, but no more than there are chunks.
+
+    sizes: numbers of workers that the run may have, the largest first; each of them divides the result.
+    """
+    unit = math.lcm(*sizes)
+    return unit * max(1, min(window * sizes[0], num_chunks) // unit)
+
+
 @dataclass(frozen=True)
 class Order:
-    """The endless sequence of rows that one of `world_size` workers trains on; it depends on the seed only.
+    """The endless sequence of rows that all workers train on; worker `rank` takes every `world_size`-th of them.
 
-    Each epoch permutes the chunks and splits their rows into one contiguous range of equal length per worker, so that
-    all workers take the same number of steps and each reads few chunks. Rows are shuffled within `window` pieces.
+    Each epoch permutes the chunks and cuts their rows into `num_streams` contiguous streams, whose lengths differ by
+    one row at most. The sequence takes a row of each stream in turn, as the interleave of tf.data does, so that it
+    shows each row once an epoch. It does not depend on the number of workers. A worker reads its share of the streams
+    only if `world_size` divides their number. The rows of a piece are shuffled.
     """
 
     chunk_rows: np.ndarray
     rank: int
     world_size: int
-    window: int
+    num_streams: int
     seed: int
 
-    @property
+    @functools.cached_property
     def rows_per_epoch(self) -> int:
-        """Number of rows that each worker takes in an epoch."""
-        return int(np.sum(self.chunk_rows, dtype=np.int64)) // self.world_size
+        """Number of rows in an epoch, of all workers together."""
+        return int(np.sum(self.chunk_rows, dtype=np.int64))
 
-    def windows(self, position: int) -> Iterator[tuple[list[Piece], np.ndarray, int]]:
-        """Yield (pieces, permutation of their rows, rows to skip), from row `position` of this worker's sequence on."""
-        for epoch in itertools.count(position // self.rows_per_epoch):
-            start = epoch * self.rows_per_epoch
-            for number, pieces in enumerate(self._epoch(epoch)):
-                length = sum(piece["last"] - piece["first"] for piece in pieces)
-                if start + length > position:
-                    rng = row_rng(self.seed, SHUFFLE, epoch, (self.rank << 32) + number + 1)
-                    yield pieces, rng.permutation(length), max(0, position - start)
-                start += length
+    @functools.cached_property
+    def stride(self) -> int:
+        """Of the rows of a stream that this worker reads, it takes each `stride`-th."""
+        return self.world_size // math.gcd(self.world_size, self.num_streams)
 
-    def _epoch(self, epoch):
-        """Yield the windows of this worker's range of an epoch as lists of pieces."""
+    def pieces(self, position: int) -> Iterator[Piece]:
+        """Yield the pieces with this worker's rows, from its row `position` on, in the order in which they are needed.
+
+        Each has also "row": the number of its first such row in the sequence of all workers, "stream", and "start":
+        the place of its first row in the stream.
+        """
+        row = self.rank + self.world_size * position
+        for epoch in itertools.count(row // self.rows_per_epoch):
+            yield from self._epoch(epoch, row)
+
+    def _epoch(self, epoch, first_row):
+        """Yield this worker's pieces of an epoch, from row `first_row` of the sequence on."""
         order = row_rng(self.seed, SHUFFLE, epoch, 0).permutation(len(self.chunk_rows))
         rows = np.asarray(self.chunk_rows)[order]
         order, rows = order[rows > 0], rows[rows > 0]
         ends = np.cumsum(rows, dtype=np.int64)
-        first, last = (rank * self.rows_per_epoch for rank in (self.rank, self.rank + 1))
-        begin, end = np.searchsorted(ends, first, "right"), np.searchsorted(ends, last) + 1
-        chunks, ends, starts = order[begin:end], ends[begin:end], (ends - rows)[begin:end]
-        low, high = np.maximum(first - starts, 0), np.minimum(last, ends) - starts
-        for i in range(0, len(chunks), self.window):
-            window = (each[i : i + self.window].tolist() for each in (chunks, low, high))
-            names = ("chunk", "first", "last")
-            yield [dict(zip(names, piece, strict=True)) | {"epoch": epoch} for piece in zip(*window, strict=True)]
+        before = epoch * self.rows_per_epoch
+        share = math.gcd(self.world_size, self.num_streams)
+        streams = range((self.rank - before) % share, self.num_streams, share)
+        found = [self._stream(stream, order, rows, ends, before, first_row) for stream in streams]
+        table = np.concatenate(found, axis=1)
+        table = table[:, np.argsort(table[0])]
+        names = ("row", "stream", "start", "chunk", "first", "last")
+        for i in range(0, table.shape[1], MOST_PIECES):
+            for piece in table[:, i : i + MOST_PIECES].T.tolist():
+                yield dict(zip(names, piece, strict=True)) | {"epoch": epoch}
+
+    def _stream(self, stream, order, rows, ends, before, first_row):
+        """Return the pieces of a stream that hold rows of this worker, as an array [6, N] of what _epoch names.
+
+        order, rows, ends: the permuted chunks, their rows, and the sum of these. before: rows of earlier epochs.
+        """
+        length, longer = divmod(self.rows_per_epoch, self.num_streams)
+        low, high = (number * length + min(number, longer) for number in (stream, stream + 1))
+        begin, end = np.searchsorted(ends, low, "right"), np.searchsorted(ends, high, "left") + 1
+        chunks, ends = order[begin:end], ends[begin:end]
+        starts = ends - rows[begin:end]
+        first, last = np.maximum(starts, low), np.minimum(ends, high)
+        # Place p of the stream holds row `before + stream + num_streams * p` of the sequence.
+        own = (place for place in range(self.stride) if self._is_own(before + stream + self.num_streams * place))
+        resumed = max(0, -((before + stream - first_row) // self.num_streams))
+        place = np.maximum(first - low, resumed)
+        place += (next(own) - place) % self.stride
+        row = before + stream + self.num_streams * place
+        table = np.stack([row, np.full_like(row, stream), first - low, chunks, first - starts, last - starts])
+        return table[:, place < last - low]
+
+    def _is_own(self, row):
+        return row % self.world_size == self.rank
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return (stream, place in it) of this worker's row `number`."""
+        row = (self.rank + self.world_size * number) % self.rows_per_epoch
+        return row % self.num_streams, row // self.num_streams
+
+    def shuffle(self, piece: Piece) -> np.ndarray:
+        """Return the order in which the rows of a piece are shown: a permutation of its rows."""
+        rng = row_rng(self.seed, SHUFFLE, piece["epoch"], (piece["stream"] << 32) + piece["chunk"] + 1)
+        return rng.permutation(piece["last"] - piece["first"])
 
 
-class Window:
-    """The rows of several pieces in the order of a permutation, which are picked from the pieces when they are needed.
+def read_pieces(order: Order, load: Load, position: int, num_rows: int) -> Iterator[tuple[Piece, Arrays]]:
+    """Yield (piece, its rows) of the pieces with a worker's rows `position` to `position + num_rows`.
 
-    parts: {field: [B, ...]} of each piece. order: numbers of the rows, counted over all parts.
+    load: see make_load.
     """
-
-    def __init__(self, parts: list[Arrays], order: np.ndarray) -> None:
-        self.parts, self.order = parts, order
-        self.starts = np.cumsum([0, *(len(part["mean"]) for part in parts)])
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def take(self, first: int, last: int) -> Arrays:
-        """Return copies of the rows `first` to `last - 1`."""
-        return self.pick(self.order[first:last])
-
-    def pick(self, numbers: np.ndarray) -> Arrays:
-        """Return copies of rows by their numbers over all parts."""
-        places = np.searchsorted(self.starts, numbers, "right") - 1
-        rows = {
-            field: np.empty((len(numbers), *values.shape[1:]), np.result_type(*(part[field] for part in self.parts)))
-            for field, values in self.parts[0].items()
-        }
-        for place in np.unique(places).tolist():
-            own = places == place
-            for field, values in rows.items():
-                values[own] = self.parts[place][field][numbers[own] - self.starts[place]]
-        return rows
+    end = order.rank + order.world_size * (position + num_rows)
+    pieces = itertools.takewhile(lambda piece: piece["row"] < end, order.pieces(position))
+    while portion := list(itertools.islice(pieces, MOST_PIECES)):
+        yield from zip(portion, load(portion), strict=True)
 
 
-def stream_rows(order: Order, load: Load, position: int, num_rows: int) -> Iterator[Window]:
-    """Yield the windows that hold rows `position` to `position + num_rows` of an order.
+def batch_rows(
+    order: Order, pieces: Iterator[tuple[Piece, Arrays]], position: int, num_rows: int, batch_size: int
+) -> Iterator[Arrays]:
+    """Yield a worker's rows `position` to `position + num_rows`, in order, as arrays [batch_size, ...].
 
-    The last window may hold further rows. load: see make_load.
+    pieces: of read_pieces. A piece is held from its first row to its last; of an incomplete last batch nothing is
+    yielded.
     """
-    windows, left = [], num_rows
-    for window in order.windows(position):
-        windows.append(window)
-        left -= len(window[1]) - window[2]
-        if left <= 0 or sum(len(pieces) for pieces, _, _ in windows) >= MOST_PIECES:
-            arrays = load([piece for pieces, _, _ in windows for piece in pieces])
-            for pieces, permutation, skip in windows:
-                yield Window(list(itertools.islice(arrays, len(pieces))), permutation[skip:])
-            windows = []
-        if left <= 0:
-            return
+    opened: dict[int, tuple[Piece, Arrays, np.ndarray]] = {}
+    for first in range(position, position + num_rows - batch_size + 1, batch_size):
+        picked = []
+        for number in range(first, first + batch_size):
+            stream, place = order.locate(number)
+            if stream not in opened:
+                piece, rows = next(pieces)
+                assert piece["stream"] == stream, (piece, stream)
+                opened[stream] = piece, rows, order.shuffle(piece)
+            piece, rows, shuffled = opened[stream]
+            picked.append((rows, shuffled[place - piece["start"]]))
+            if place + order.stride >= piece["start"] + len(shuffled):
+                del opened[stream]
+        yield pick_rows(picked)
 
 
-def rebatch(windows: Iterable[Window], batch_size: int) -> Iterator[Arrays]:
-    """Yield the rows of windows, in order, as arrays [batch_size, ...]; an incomplete last batch is dropped."""
-    held: list[Arrays] = []  # the rows of a batch that runs over windows
-    count = 0  # of them
-    for window in windows:
-        first = 0
-        while count + len(window) - first >= batch_size:
-            held.append(window.take(first, first + batch_size - count))
-            first, count = first + batch_size - count, 0
-            yield held[0] if len(held) == 1 else {key: np.concatenate([part[key] for part in held]) for key in held[0]}
-            held = []
-        if first < len(window):
-            held.append(window.take(first, len(window)))
-            count += len(window) - first
+def pick_rows(picked: Sequence[tuple[Arrays, int]]) -> Arrays:
+    """Return copies of single rows, each given as the arrays of a piece and a number, as {field: [B, ...]}."""
+    batch = {
+        field: np.empty((len(picked), *values.shape[1:]), np.result_type(*{rows[field].dtype for rows, _ in picked}))
+        for field, values in picked[0][0].items()
+    }
+    for place, (rows, number) in enumerate(picked):
+        for field, values in batch.items():
+            values[place] = rows[field][number]
+    return batch

@@ -152,13 +152,17 @@ def test_training_with_ddp(lose, store):
     assert_equal_results(store("without"), store("with"))
 
 
+def pretrain_of(store, output, *more):
+    places = ["--model_dir", store("model"), "--data", store("latents"), "--output_dir", store(output)]
+    steps = ["--max_steps", "60", "--checkpointing_steps", "10", "--batch_size_per_worker", "4", "--seed", "1"]
+    return [*places, *steps, "--strategy", "fsdp", "--gpus_per_worker", "0", *more]
+
+
 def test_pre_training_with_fsdp(lose, store, latents):
     objects.upload_folder(latents, store("latents"))
 
     def words(output):
-        places = ["--model_dir", store("model"), "--data", store("latents"), "--output_dir", store(output)]
-        steps = ["--max_steps", "60", "--checkpointing_steps", "10", "--batch_size_per_worker", "4", "--seed", "1"]
-        return [*places, *steps, "--strategy", "fsdp", "--num_workers", "2", "--gpus_per_worker", "0"]
+        return pretrain_of(store, output, "--num_workers", "2")
 
     lose("pretrain.py", words, has_checkpoint(store("with.work")), "RayTrainWorker")
     assert_equal_results(store("without"), store("with"))
@@ -204,15 +208,21 @@ def test_a_run_waits_for_a_node_and_says_so(two_nodes, store, tmp_path):
     assert_equal_results(store("without"), store("with"))
 
 
-def test_a_run_of_one_to_two_workers_goes_on_alone(two_nodes, store, tmp_path):
+@pytest.mark.parametrize("script", ["train.py", "pretrain.py"])
+def test_a_run_of_one_to_two_workers_goes_on_alone(script, two_nodes, store, tmp_path, latents):
+    """The worker that is left takes the rows of both; of pre-training in the order of both."""
+    if script == "pretrain.py":
+        objects.upload_folder(latents, store("latents"))
+
     def words(output):
-        return train_of(store, output, "--num_workers", "1:2")
+        flags = "--num_workers", "1:2", "--cpus_per_worker", "2", "--log_every", "5"
+        return (train_of if script == "train.py" else pretrain_of)(store, output, *flags)
 
     def kill(process, place):
         wait_until(has_checkpoint(store("with.work")), process, place)
         assert two_nodes.order("kill", "RayTrainWorker") == "done"
 
-    _, (_, result, said) = run_twice("train.py", two_nodes, tmp_path, words, kill)
+    _, (_, result, said) = run_twice(script, two_nodes, tmp_path, words, kill)
     assert result["steps"] == 60, said
     logs = [read_log(store(f"{output}.work")) for output in ("without", "with")]
     assert logs[0].keys() == logs[1].keys()

@@ -387,8 +387,8 @@ def test_other_settings_are_refused_and_overwrite_replaces(command):
 
 
 @pytest.mark.ray
-def test_two_workers_with_fsdp_publish_a_pipeline(command, capsys, ray_session):
-    """Two workers with FSDP begin, this process goes on with the same rows a step."""
+def test_two_workers_with_fsdp_publish_a_pipeline(command, capsys, tmp_path, ray_session):
+    """Two workers with FSDP begin, this process goes on: with the rows that it would have had from the start."""
     from diffusers import DiffusionPipeline
 
     command(num_workers=2, strategy="fsdp", fsdp_sharding="SHARD_GRAD_OP", max_steps=3, num_validation_rows=5)
@@ -397,9 +397,33 @@ def test_two_workers_with_fsdp_publish_a_pipeline(command, capsys, ray_session):
     assert len(list((folder / "unet").glob("*.safetensors"))) == 2
     assert_equal(dict(unet.state_dict()), weights(folder / "ema"))
     assert log_of(command.work_dir)[-1]["validation_loss"] > 0
-    command(num_workers=0, batch_size_per_worker=8, max_steps=4, num_validation_rows=5)
+    alone = {"num_workers": 0, "batch_size_per_worker": 8, "num_validation_rows": 5}
+    command(max_steps=4, **alone)
     assert last_json(capsys.readouterr().out)["trained"] == 1
     assert [line["step"] for line in log_of(command.work_dir)] == [1, 2, 3, 4]
+    command(output_dir=tmp_path / "alone", max_steps=4, shuffle_window=4, **alone)
+    assert losses(tmp_path / "alone.work") == pytest.approx(losses(command.work_dir), abs=1e-5)
+
+
+def test_a_run_goes_on_in_its_order_with_other_numbers_of_workers(command, tmp_path, monkeypatch):
+    """Streams are counted for the workers that begin a run; a result of an older version, without any, stays one."""
+    seen = []
+    monkeypatch.setattr(pretrain.launch, "run_workers", lambda loop, task, **place: seen.append(task) or 1 / 0)
+
+    def streams(**flags):
+        with pytest.raises(ZeroDivisionError):
+            command(**flags)
+        return seen[-1].pretraining.num_streams, seen[-1].compute.min_workers, seen[-1].compute.num_workers
+
+    assert streams(num_workers="1:2") == (4, 1, 2)
+    assert streams(num_workers=0, gradient_accumulation_steps=2) == (4, 0, 0)
+    assert streams(num_workers=4, batch_size_per_worker=2) == (4, 4, 4)
+    assert streams(num_workers=0) == (2, 0, 0)  # other steps
+    record = json.loads((command.work_dir / "run.json").read_text())
+    del record["settings"]["num_streams"]
+    (command.work_dir / "run.json").write_text(json.dumps(record))
+    assert streams(num_workers=0, max_steps=9) == (2, 0, 0)
+    assert "num_streams" not in json.loads((command.work_dir / "run.json").read_text())["settings"]
 
 
 @pytest.mark.faults  # a minute; in this process it is in every run, and so are two workers with FSDP

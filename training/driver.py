@@ -26,7 +26,7 @@ from training.launch import TRAINER
 def run_training(
     args: argparse.Namespace,
     settings: dict,
-    plan_steps: Callable[[int], int],
+    plan_steps: Callable[[Any], int],
     train: Callable[[int, Any, str], dict],
     explain: Callable[[int], dict],
 ) -> None:
@@ -35,9 +35,9 @@ def run_training(
     With --dry_run, print what would be done instead. Without --num_workers: as many as the run that continues, or one
     per GPU, or one.
 
-    plan_steps(num_workers): returns the steps to train for. train(steps, num_workers, owner): trains; num_workers: or
-    the smallest and the largest number; owner: the text in the lock of the work folder. explain(steps): checks what is
-    left to check and returns what the training needs.
+    plan_steps(num_workers): returns the steps to train for; num_workers: or the smallest and the largest number.
+    train(steps, num_workers, owner): trains; owner: the text in the lock of the work folder. explain(steps): checks
+    what is left to check and returns what the training needs.
     """
     if args.push_to_hub:
         upload.check_access(args.push_to_hub)
@@ -45,7 +45,7 @@ def run_training(
     if num_workers is None:
         nodes = start_ray(args.address, args.insecure_cluster, TRAINER)
         num_workers = default_workers(nodes, args.gpus_per_worker, without_gpus=1)
-    steps = plan_steps(num_workers[1] if isinstance(num_workers, tuple) else num_workers)
+    steps = plan_steps(num_workers)
     if not args.lr_scheduler.startswith("constant"):
         settings["max_train_steps"] = steps  # the learning rate depends on the last step
     if resuming.is_finished(args.output_dir, settings, steps, args.overwrite):
@@ -86,6 +86,11 @@ def _lock_output(args: argparse.Namespace) -> contextlib.AbstractContextManager:
     """Return a lock for --output_dir, or a null context if the lock of --work_dir covers it already."""
     usual = targets.beside(args.output_dir, ".work")
     return contextlib.nullcontext() if str(args.work_dir) == usual else targets.lock(usual)
+
+
+def bounds(num_workers: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the smallest and the largest number of workers that a run may have."""
+    return num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
 
 
 def steps_of(num_pairs: int, pairs_per_step: int) -> int:

@@ -127,11 +127,15 @@ class Plan:
 # How many workers
 
 
+def dividing_sizes(smallest: int, largest: int, accumulation: int) -> list[int]:
+    """Return the numbers of workers, largest first, that divide the batches of a step of `largest` workers."""
+    return [size for size in range(largest, smallest - 1, -1) if largest * accumulation % size == 0]
+
+
 def possible_sizes(task: Task) -> list[int]:
     """Return the numbers of workers, largest first, that a run may have and that divide its global batch."""
-    largest, smallest = task.compute.num_workers, task.compute.min_workers or task.compute.num_workers
-    batches = largest * task.schedule.gradient_accumulation_steps
-    return [size for size in range(largest, smallest - 1, -1) if batches % size == 0]
+    smallest = task.compute.min_workers or task.compute.num_workers
+    return dividing_sizes(smallest, task.compute.num_workers, task.schedule.gradient_accumulation_steps)
 
 
 def with_workers(task: Task, size: int) -> Task:

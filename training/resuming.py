@@ -72,6 +72,12 @@ def open_work_dir(held: Held, record: dict[str, Any], overwrite: bool) -> None:
     targets.write_json(work_dir, RECORD, record, held)
 
 
+def recorded_settings(output_dir: str | Path, work_dir: str | Path) -> dict[str, Any]:
+    """Return the settings of the run in `work_dir`, or else those of the result in `output_dir`, or {}."""
+    recorded = targets.read_json(work_dir, RECORD) or targets.read_manifest(output_dir) or {}
+    return recorded.get("settings", {})
+
+
 def recorded_workers(work_dir: str | Path) -> int | tuple[int, int] | None:
     """Return the number of workers of the run in `work_dir`, None if there is none; it continues with as many."""
     recorded = targets.read_json(work_dir, RECORD).get("num_workers")

@@ -68,14 +68,24 @@ def test_a_longer_run_begins_with_the_same_batches():
         assert_same(one, other)
 
 
-def test_noise_depends_on_seed_step_and_global_row_alone():
+@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 2), (4, 1), (1, 4)])
+def test_the_rows_of_a_step_and_their_noise_do_not_depend_on_the_number_of_workers(world_size, accumulation):
     import torch
 
-    two = [batches_of(0, 4, rank, 2) for rank in range(2)]
+    options = {"gradient_accumulation_steps": accumulation}
+    workers = [batches_of(0, 9, rank, world_size, **options) for rank in range(world_size)]
+    whole = batches_of(0, 9, batch_size=8, gradient_accumulation_steps=1)
+    for step, batch in enumerate(whole):
+        own = slice(step * accumulation, (step + 1) * accumulation)
+        for name, values in batch.items():
+            shares = [torch.cat([part[name] for part in worker[own]]) for worker in workers]
+            assert torch.stack(shares, dim=1).flatten(0, 1).equal(values)
+
+
+def test_noise_depends_on_the_seed_and_no_two_rows_share_it():
+    import torch
+
     one = batches_of(0, 4, batch_size=4)
-    for micro, batch in enumerate(one):
-        for name in ("noise", "posterior_noise", "timesteps"):
-            assert torch.cat([worker[micro][name] for worker in two]).equal(batch[name])
     noise = torch.cat([batch["noise"].ravel() for batch in one] + [batch["posterior_noise"].ravel() for batch in one])
     assert len(set(noise.tolist())) == len(noise) == 64
     other = torch.cat([batch["noise"].ravel() for batch in batches_of(0, 4, batch_size=4, seed=6)])
@@ -111,7 +121,9 @@ def test_a_share_of_the_rows_has_no_caption_whoever_takes_them():
     assert prompts[~dropped].equal(rows[~dropped])
     assert abs(dropped.float().mean() - 0.3) < 0.05
     halves = [batches_of(0, 100, rank, 2, batch_size=4) for rank in range(2)]
-    both = torch.cat([torch.cat([one["prompt"], other["prompt"]]).ravel() for one, other in zip(*halves, strict=True)])
+    both = torch.cat(
+        [torch.stack([one["prompt"], other["prompt"]], 1).ravel() for one, other in zip(*halves, strict=True)]
+    )
     assert (both == -1).equal(dropped)
 
 
