@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.measuring import MODEL, ROOT, run, write_data
 from common.messages import Progress
 from common.storage import Folder
@@ -25,6 +27,7 @@ from pretraining.streams import Order
 from pretraining.tally import Tally
 
 ROWS = 256  # of a part
+ALL_PARTS, WORKERS = 7_800_000, 256  # of two billion rows
 
 
 def make_parts(template, folder, count):
@@ -48,6 +51,12 @@ def open_data(folder):
     files = open_latents(str(folder), MODEL, 64)
     next(Order(files.chunk_rows, 0, 1, 16, 0).pieces(0))
     files.locate({"chunk": 0})
+
+
+def begin_order(count, world_size):
+    """Find the first piece of one of `world_size` workers in the order of `count` parts."""
+    rows = np.random.default_rng(0).integers(200, 257, count, np.int32)
+    next(Order(rows, 0, world_size, 16 * world_size, 0).pieces(0))
 
 
 def record(folder, count):
@@ -104,6 +113,9 @@ def main(args):
             found = [measure(open_data, place / f"parts-{count}") for _ in range(args.repeats)]
             seconds, _, memory = map(statistics.median, zip(*found, strict=True))
             show("open a data set, parts", count, seconds, memory)
+        found = [measure(begin_order, ALL_PARTS, WORKERS) for _ in range(args.repeats)]
+        seconds, _, memory = map(statistics.median, zip(*found, strict=True))
+        show(f"begin the order of one of {WORKERS} workers, parts", ALL_PARTS, seconds, memory)
         flags = ["--model_dir", MODEL, "--max_steps", 2, "--batch_size_per_worker", 2, "--num_workers", 0, "--data"]
         runs = {count: [] for count in args.parts}
         for number in range(args.repeats):

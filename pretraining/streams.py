@@ -8,6 +8,7 @@ Data, so that training can resume at any step, with any number of workers.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -79,32 +80,31 @@ class Order:
         share = math.gcd(self.world_size, self.num_streams)
         streams = range((self.rank - before) % share, self.num_streams, share)
         found = [self._stream(stream, order, rows, ends, before, first_row) for stream in streams]
-        table = np.concatenate(found, axis=1)
-        table = table[:, np.argsort(table[0])]
         names = ("row", "stream", "start", "chunk", "first", "last")
-        for i in range(0, table.shape[1], MOST_PIECES):
-            for piece in table[:, i : i + MOST_PIECES].T.tolist():
-                yield dict(zip(names, piece, strict=True)) | {"epoch": epoch}
+        for piece in heapq.merge(*found):  # by "row", which no two pieces share
+            yield dict(zip(names, piece, strict=True)) | {"epoch": epoch}
 
     def _stream(self, stream, order, rows, ends, before, first_row):
-        """Return the pieces of a stream that hold rows of this worker, as an array [6, N] of what _epoch names.
+        """Yield the pieces of a stream that hold rows of this worker, as tuples of what _epoch names.
 
         order, rows, ends: the permuted chunks, their rows, and the sum of these. before: rows of earlier epochs.
         """
         length, longer = divmod(self.rows_per_epoch, self.num_streams)
         low, high = (number * length + min(number, longer) for number in (stream, stream + 1))
         begin, end = np.searchsorted(ends, low, "right"), np.searchsorted(ends, high, "left") + 1
-        chunks, ends = order[begin:end], ends[begin:end]
-        starts = ends - rows[begin:end]
-        first, last = np.maximum(starts, low), np.minimum(ends, high)
         # Place p of the stream holds row `before + stream + num_streams * p` of the sequence.
         own = (place for place in range(self.stride) if self._is_own(before + stream + self.num_streams * place))
+        own_place = next(own)
         resumed = max(0, -((before + stream - first_row) // self.num_streams))
-        place = np.maximum(first - low, resumed)
-        place += (next(own) - place) % self.stride
-        row = before + stream + self.num_streams * place
-        table = np.stack([row, np.full_like(row, stream), first - low, chunks, first - starts, last - starts])
-        return table[:, place < last - low]
+        for i in range(begin, end, MOST_PIECES):
+            block = slice(i, min(i + MOST_PIECES, end))
+            starts = ends[block] - rows[block]
+            first, last = np.maximum(starts, low), np.minimum(ends[block], high)
+            place = np.maximum(first - low, resumed)
+            place += (own_place - place) % self.stride
+            row = before + stream + self.num_streams * place
+            table = np.stack([row, np.full_like(row, stream), first - low, order[block], first - starts, last - starts])
+            yield from map(tuple, table[:, place < last - low].T.tolist())
 
     def _is_own(self, row):
         return row % self.world_size == self.rank
