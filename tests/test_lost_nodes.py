@@ -215,17 +215,18 @@ def test_a_run_of_one_to_two_workers_goes_on_alone(script, two_nodes, store, tmp
         objects.upload_folder(latents, store("latents"))
 
     def words(output):
-        flags = "--num_workers", "1:2", "--cpus_per_worker", "2", "--log_every", "5"
-        return (train_of if script == "train.py" else pretrain_of)(store, output, *flags)
+        flags = ["--num_workers", "1:2"]
+        if script == "train.py":
+            return train_of(store, output, *flags)
+        return pretrain_of(store, output, *flags, "--cpus_per_worker", "2", "--max_steps", "30", "--log_every", "5")
 
     def kill(process, place):
         wait_until(has_checkpoint(store("with.work")), process, place)
         assert two_nodes.order("kill", "RayTrainWorker") == "done"
 
-    _, (_, result, said) = run_twice(script, two_nodes, tmp_path, words, kill)
-    assert result["steps"] == 60, said
+    run_twice(script, two_nodes, tmp_path, words, kill)
     logs = [read_log(store(f"{output}.work")) for output in ("without", "with")]
-    assert logs[0].keys() == logs[1].keys()
+    assert logs[0].keys() == logs[1].keys() >= {5, 30}
     for step in logs[0]:
         assert logs[1][step] == pytest.approx(logs[0][step], abs=1e-5), step
 
