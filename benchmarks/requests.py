@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 
 from common.storage import Folder
 from pretraining import tars
-from pretraining.raw_data import list_sources, read_rows
+from pretraining.raw_data import list_sources
+from pretraining.rows import read_rows
 from tests.faulty_store import FaultyStore
 
 CHUNK = 256  # rows of a chunk, as --rows_per_file

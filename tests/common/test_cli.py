@@ -245,7 +245,8 @@ def test_every_flag_of_every_script_has_help_and_the_fields_spelling(name, monke
 # A flag that goes, or changes its name, breaks other people's scripts.
 
 RAW_FLAGS = """
-    image_column caption_column crop random_flip timeout retries max_bad_fraction rows_per_file encoding_batch_size
+    image_column caption_column crop random_flip timeout retries max_bad_fraction max_bad_files rows_per_file
+    encoding_batch_size
 """
 
 
