@@ -4,6 +4,7 @@ import argparse
 
 from common import cli
 from common.messages import say
+from pretraining.filters import refuse_filter_flags
 from pretraining.latents import LatentFiles, open_latents
 from pretraining.loader import add_raw_data_flags, loader_options
 from pretraining.online import RawImages
@@ -31,7 +32,9 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     window = "row groups per worker that are read at the same time, a row of each in turn; more of them mix the rows "
     window += "better and take more memory"
     group.add_argument("--shuffle_window", type=cli.positive_int, default=16, help=window)
-    add_raw_data_flags(parser.add_argument_group("raw data (with --online)"))
+    group = parser.add_argument_group("raw data (with --online)")
+    add_raw_data_flags(group)
+    refuse_filter_flags(group)
 
 
 def add_loading_flags(group: argparse._ArgumentGroup) -> None:

@@ -97,6 +97,14 @@ def test_large_row_groups_online_are_told(command, tmp_path, capsys):
         assert ("--data has row groups of up to 10 rows, and any 1 of them" in capsys.readouterr().err) == is_told
 
 
+@pytest.mark.parametrize("flag", ["where", "min_side", "max_aspect"])
+def test_the_filters_of_preprocess_are_refused(flag, command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command(online=True, **{flag: 3})
+    assert stop.value.code == 2
+    assert f"--{flag} is a flag of preprocess.py: filter with it, and train on its latents" in capsys.readouterr().err
+
+
 def test_what_is_in_the_way_is_not_touched(refused, command):
     command.output_dir.mkdir()
     (command.output_dir / "thesis.tex").write_text("mine")

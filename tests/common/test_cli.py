@@ -250,6 +250,9 @@ RAW_FLAGS = """
 """
 
 
+FILTERS = "where min_side max_aspect"  # pretrain.py refuses them
+
+
 SHARED_FLAGS = """
     debug dry_run num_workers address insecure_cluster cpus_per_worker gpus_per_worker max_failures start_timeout
     mixed_precision model_dir output_dir overwrite
@@ -309,8 +312,8 @@ THEIR_NAMES = {  # of Diffusers' train_dreambooth.py, for flags of ours
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("pretrain", PRETRAIN_FLAGS + RAW_FLAGS),
-        ("preprocess", f"input resolutions seed where min_side max_aspect {RAW_FLAGS}"),
+        ("pretrain", PRETRAIN_FLAGS + RAW_FLAGS + FILTERS),
+        ("preprocess", f"input resolutions seed {RAW_FLAGS} {FILTERS}"),
         ("evaluate", EVALUATE_FLAGS),
         ("train", TRAIN_FLAGS),
         ("run_model", RUN_MODEL_FLAGS),
