@@ -36,11 +36,12 @@ from pretraining.index import COUNTS, IndexWriter, Record, check_parts, read_ind
 from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
 from pretraining.loader import Loader, add_raw_data_flags, loader_options
 from pretraining.parts import PartWriter, load_again, load_chunks, missing_parts, parts_to_complete, resume
-from pretraining.raw_data import Source, list_sources
+from pretraining.raw_data import list_sources
+from pretraining.sources import Sources
 from pretraining.tally import Tally, check, count_filtered, list_bad_rows
 
 BAD_ROWS = "bad_rows.jsonl"
-LISTED = 100_000  # rows that it lists at most
+LISTED, LISTED_FILES = 100_000, 1000  # rows that it lists at most, and damaged files that metadata.json does
 EARLY = 1000  # rows after which a run with too many bad rows fails without waiting for the end
 AGAIN_AFTER = (5.0, 30.0)  # seconds before each further attempt at the rows that could not be fetched
 
@@ -73,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 # Checks
 
 
-def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source]]:
+def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], Sources]:
     """Check the flags against the model and the data; return (settings that determine the data set, its sources)."""
     check_pipeline(args.model_dir)
     family = find_family(args.model_dir, SUPPORTED)
@@ -81,15 +82,15 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source
     args.resolutions = args.resolutions or [sizes.resolution]
     for resolution in args.resolutions:
         check_resolution(args.model_dir, "--resolutions", resolution, sizes.multiple)
+    columns = args.image_column, args.caption_column
     options = {"keep": not args.dry_run, "on_ray": cli.ray_or_none(args), "where": args.where}
-    sources = list_sources(args.input, args.image_column, args.caption_column, **options)
+    sources = list_sources(args.input, *columns, max_bad_files=args.max_bad_files, **options)
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names} | chosen_filters(args)
     settings["encoders"] = digest_encoders(args.model_dir, family)
-    facts = [{**vars(each), "folder": shown(each.folder)} for each in sources]
-    for each in facts:
-        del each["where"]  # has a setting of its own
-    settings["input"] = folders.digest_values(facts)
+    place = {"folder": shown(sources.folder)}
+    settings["input"] = folders.digest_list(facts | place for facts in sources.facts())
+    settings |= {"bad_files": len(sources.bad_files)} if sources.bad_files else {}
     return settings, sources
 
 
@@ -168,10 +169,10 @@ def begin(folder: Folder, settings: dict[str, Any], overwrite: bool) -> None:
             path.unlink()
 
 
-def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Source]) -> IndexWriter:
+def encode_missing(args: argparse.Namespace, folder: Folder, sources: Sources) -> IndexWriter:
     """Write the missing parts; return the writer of the index, which has all parts."""
     index, writer = resume(folder)
-    tally, total = Tally.of(index), sum(source.num_rows for source in sources)
+    tally, total = Tally.of(index), sources.num_rows
     check_space_for(args.output_dir, args.model_dir, args.resolutions, total - tally.total)
     check_model(args.model_dir)
     items = missing_parts(sources, index, args.rows_per_file)
@@ -195,7 +196,7 @@ def record_parts(
         check(args.input, writer, tally, args.max_bad_fraction, is_early=True)
 
 
-def fetch_again(args: argparse.Namespace, folder: Folder, sources: list[Source], writer: IndexWriter) -> None:
+def fetch_again(args: argparse.Namespace, folder: Folder, sources: Sources, writer: IndexWriter) -> None:
     """Try to fetch the rows that could not be fetched when their parts were written."""
     for pause in AGAIN_AFTER:
         index = read_index(folder, writer.files)
@@ -204,8 +205,8 @@ def fetch_again(args: argparse.Namespace, folder: Folder, sources: list[Source],
         say(f"fetching {index.later.sum()} rows again, in {pause:g} s, that could not be fetched")
         time.sleep(pause)
         with writer:
-            items = parts_to_complete(writer, sources, index)
-            for record in write_parts(args, folder, items, load_again):
+            items = parts_to_complete(sources, index, args.rows_per_file)
+            for record in write_parts(args, folder, items, partial(load_again, output_dir=folder.location)):
                 writer.add(record)
 
 
@@ -225,7 +226,9 @@ def write_parts(
     return map_on_actors(PartWriter, options, items, args.num_workers, prepare, **cli.placement(args))
 
 
-def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], writer: IndexWriter) -> None:
+def finish(
+    args: argparse.Namespace, folder: Folder, settings: dict[str, Any], writer: IndexWriter, sources: Sources
+) -> None:
     """Check the share of bad rows and write bad_rows.jsonl and metadata.json; publish a local folder."""
     files = writer.files
     index = read_index(folder, files)
@@ -252,6 +255,8 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], w
     }
     if filtered:
         metadata["filtered_rows"] = filtered
+    if sources.bad_files:
+        metadata |= {"bad_files": len(sources.bad_files), "skipped_files": dict(sources.bad_files[:LISTED_FILES])}
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):
@@ -268,7 +273,7 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], w
 
 def print_rows(output_dir: str, metadata: dict[str, Any]) -> None:
     """Print the result of a finished data set."""
-    names = ("rows", "bad_rows", "filtered_rows")
+    names = ("rows", "bad_rows", "filtered_rows", "bad_files")
     messages.print_result(output_dir=output_dir, **{name: metadata[name] for name in names if name in metadata})
 
 
@@ -290,7 +295,7 @@ def main(args: argparse.Namespace) -> None:
     if metadata and not args.overwrite:
         folders.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
     if args.dry_run:
-        rows = sum(source.num_rows for source in sources)
+        rows = sources.num_rows
         size = check_space_for(args.output_dir, args.model_dir, args.resolutions, rows)
         check_model(args.model_dir)
         return messages.print_result(dry_run=True, settings=settings, rows=rows, disk_bytes=size)
@@ -300,7 +305,7 @@ def main(args: argparse.Namespace) -> None:
         begin(folder, settings, args.overwrite)
         writer = encode_missing(args, folder, sources)
         fetch_again(args, folder, sources, writer)
-        finish(args, folder, settings, writer)
+        finish(args, folder, settings, writer, sources)
     if not remote:
         shutil.rmtree(work_dir)
 

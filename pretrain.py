@@ -247,7 +247,9 @@ def read_inputs(args):
     data = open_data(args)
     sample_size = args.resolution // find_family(args.model_dir).sizes(args.model_dir).cell
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}
-    settings["data"] = folders.digest_values(data.fingerprint)
+    settings["data"] = folders.digest_list(data.fingerprint)
+    if isinstance(data, RawImages) and data.sources["bad_files"]:
+        settings["bad_files"] = len(data.sources["bad_files"])
     return settings, data
 
 

@@ -1,6 +1,7 @@
 """Count the requests to an object store that listing and reading raw data takes, per tar and per Parquet file.
 
-Starts a local S3 behind a proxy that counts. Prints a table of inputs with few and with many rows, then one JSON line.
+Starts a local S3 behind a proxy that counts. Prints a table of requests, and the bytes of those that ask for a range,
+for inputs with few and with many rows, then one JSON line.
 Three requests of each listing are for the names in the folder.
 
     python -m benchmarks.requests --rows 1000 10000
@@ -11,6 +12,7 @@ import io
 import json
 import logging
 import os
+import re
 import tarfile
 import urllib.request
 
@@ -20,7 +22,8 @@ import pyarrow.parquet as pq
 
 from common.storage import Folder
 from pretraining import tars
-from pretraining.raw_data import list_sources, read_rows
+from pretraining.raw_data import list_sources
+from pretraining.rows import read_rows
 from tests.faulty_store import FaultyStore
 
 CHUNK = 256  # rows of a chunk, as --rows_per_file
@@ -38,29 +41,33 @@ def make_tar(rows, image):
     return buffer.getvalue()
 
 
-def make_parquet(rows, image):
-    """Return a Parquet file of images and captions in row groups of 1,000 rows."""
+def make_parquet(rows, size, row_group):
+    """Return a Parquet file of images of `size` bytes and captions in row groups of `row_group` rows."""
     buffer = io.BytesIO()
-    table = pa.table({"image": pa.array([image] * rows, pa.binary()), "caption": ["a caption"] * rows})
-    pq.write_table(table, buffer, row_group_size=1000, use_dictionary=False)
+    rng = np.random.default_rng(0)
+    images = [rng.bytes(size) for _ in range(rows)]
+    table = pa.table({"image": pa.array(images, pa.binary()), "caption": ["a caption"] * rows})
+    pq.write_table(table, buffer, row_group_size=row_group, use_dictionary=False)
     return buffer.getvalue()
 
 
 def measure(store, uri, rows, size):
-    """Return {what is done: requests} for a tar and a Parquet file of `rows` rows, with images of `size` bytes."""
+    """Return {what is done: (requests, bytes of ranges)} for tars and Parquet files of `rows` rows."""
     image = np.random.default_rng(0).bytes(size)
-    folders = {name: uri(f"{name}-{rows}") for name in ("tar", "img2dataset", "parquet")}
+    folders = {name: uri(f"{name}-{rows}") for name in ("tar", "img2dataset", "parquet", "large")}
     Folder(folders["tar"]).write("00000.tar", make_tar(rows, image))
     Folder(folders["img2dataset"]).write("00000.tar", make_tar(rows, image))
     Folder(folders["img2dataset"]).write("00000_stats.json", json.dumps({"successes": rows}).encode())
-    Folder(folders["parquet"]).write("00000.parquet", make_parquet(rows, image))
+    Folder(folders["parquet"]).write("00000.parquet", make_parquet(rows, size, 1000))
+    Folder(folders["large"]).write("00000.parquet", make_parquet(rows, size, rows))
     counts = {}
 
     def count(name, do):
         tars.find_offsets.cache_clear()  # as in another process
         store.clear()
         result = do()
-        counts[name] = len(store.requests)
+        ranges = [re.fullmatch(r"bytes=(\d+)-(\d+)", each.range or "") for each in store.requests]
+        counts[name] = len(ranges), sum(int(each[2]) + 1 - int(each[1]) for each in ranges if each)
         return result
 
     def read(source, first, number):
@@ -73,6 +80,10 @@ def measure(store, uri, rows, size):
     count("tar of img2dataset: list", lambda: list_sources(folders["img2dataset"]))
     sources = count("Parquet: list", lambda: list_sources(folders["parquet"]))
     count("Parquet: read a row group", lambda: read(sources[0], 0, rows))
+    count(f"Parquet: read {CHUNK} rows in its middle", lambda: read(sources[0], sources[0].num_rows // 2, CHUNK))
+    (source,) = list_sources(folders["large"])
+    count("one row group: read whole", lambda: read(source, 0, rows))
+    count(f"one row group: read {CHUNK} rows in the middle", lambda: read(source, rows // 2, CHUNK))
     return counts
 
 
@@ -94,7 +105,8 @@ def main(args):
     store.close()
     server.stop()
     for name in found[args.rows[0]]:
-        print(f"{name:36}", *(f"{counts[name]:5} of {rows} rows" for rows, counts in found.items()))
+        told = (f"{counts[name][0]:5} ({counts[name][1] / 1e6:6.2f} MB)" for counts in found.values())
+        print(f"{name:44}", *told)
     print(json.dumps(found))
 
 

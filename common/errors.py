@@ -43,6 +43,10 @@ class CheckFailed(ToolError):
     exit_code = 5
 
 
+class Damaged(CheckFailed):
+    """The content of a file is damaged; to read it again does not help."""
+
+
 class TryAgain(ToolError):
     """Another run holds the output folder's lock, or the network is unreachable."""
 

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -328,6 +329,16 @@ def digest_named(pairs: Iterable[tuple[str, str]]) -> str:
 def digest_values(values: Any) -> str:
     """Return one SHA-256 of a JSON value."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def digest_list(values: Iterable[Any]) -> str:
+    """Return the digest_values of the list of all values, of which a thousand at a time are in memory."""
+    digest, values, separator = hashlib.sha256(b"["), iter(values), b""
+    while some := list(itertools.islice(values, 1000)):
+        digest.update(separator + json.dumps(some, sort_keys=True)[1:-1].encode())
+        separator = b", "
+    digest.update(b"]")
+    return digest.hexdigest()
 
 
 def check_same_settings(settings: dict[str, Any], earlier: dict[str, Any], place: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import stores, uris
-from common.errors import CheckFailed, ToolError
+from common.errors import CheckFailed, Damaged, ToolError
 from common.folders import write_bytes
 from common.outages import patient
 
@@ -207,18 +207,24 @@ def _open_filesystem(location: str) -> "tuple[pyarrow.fs.FileSystem, str]":
 
 
 @contextlib.contextmanager
-def open_parquet(folder: Folder, name: str) -> "Iterator[pyarrow.parquet.ParquetFile]":
-    """Open a Parquet file of a folder; raise CheckFailed if it turns out to be damaged, also while it is read."""
+def open_parquet(folder: Folder, name: str, request: int = 0) -> "Iterator[pyarrow.parquet.ParquetFile]":
+    """Open a Parquet file of a folder; raise Damaged if it turns out to be damaged, also while it is read.
+
+    request: bytes to read of a column at a time; 0 reads all of a row group before its first row. CheckFailed is raised
+    if the system cannot read the file.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with folder.open(name) as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+        options = {"buffer_size": request, "pre_buffer": not request, "page_checksum_verification": True}
+        with folder.open(name) as file, pq.ParquetFile(file, **options) as parquet:
             yield parquet
     except (pa.ArrowInvalid, OSError) as error:
         if STORE_SPOKE.search(str(error)):
             raise _store_error(folder.location, error) from None
-        raise CheckFailed(f"{join(folder.location, name)} is damaged ({error}): create it again") from None
+        kind = CheckFailed if getattr(error, "errno", None) else Damaged
+        raise kind(f"{join(folder.location, name)} is damaged ({error}): create it again") from None
 
 
 def read_footer(folder: Folder, name: str) -> tuple[list[str], list[list[int]], list]:

@@ -1,6 +1,8 @@
 """Pre-training data: raw images and captions, the latents made from them, and the batches of each training worker.
 
-raw_data   lists Parquet files, metadata.jsonl and tars as sources, and reads their rows
+raw_data   lists Parquet files, metadata.jsonl and tars as sources
+sources    where rows are: sources and chunks, as arrays
+rows       reads the rows of a source
 tally      counts of rows, shares of bad ones
 tars       samples of WebDataset tars: counts, indexes and reads them
 filters    conditions on the columns of Parquet files

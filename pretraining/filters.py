@@ -42,6 +42,17 @@ def add_filter_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max_aspect", type=cli.positive_float, help=aspect)
 
 
+def refuse_filter_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of add_filter_flags, hidden, as usage errors that say which script has them."""
+    for name in FILTERS:
+        group.add_argument(f"--{name}", action=_Refusal, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+class _Refusal(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{option_string} is a flag of preprocess.py: filter with it, and train on its latents")
+
+
 def chosen_filters(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of add_filter_flags that were passed, which decide the rows of a data set."""
     return {name: getattr(args, name) for name in FILTERS if getattr(args, name) is not None}

@@ -90,11 +90,6 @@ class Index:
         """Return the name of the file of a part."""
         return part_name(int(self.source[part]), int(self.chunk[part]))
 
-    def chunks_of(self, source: int) -> set[int]:
-        """Return the chunks of a source that have a part."""
-        first, last = np.searchsorted(self.source, (source, source + 1))
-        return set(self.chunk[first:last].tolist())
-
     def only(self, mask: np.ndarray) -> Index:
         """Return the parts where `mask` [P] is true."""
         arrays = (getattr(self, each.name) for each in fields(self))

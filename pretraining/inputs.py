@@ -3,10 +3,15 @@
 import argparse
 
 from common import cli
+from common.messages import say
+from pretraining.filters import refuse_filter_flags
 from pretraining.latents import LatentFiles, open_latents
 from pretraining.loader import add_raw_data_flags, loader_options
 from pretraining.online import RawImages
 from pretraining.raw_data import list_sources
+from pretraining.sources import Chunks
+
+MANY_PASSES = 4.0  # over raw data in an epoch, above which a warning is given
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +32,9 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     window = "row groups per worker that are read at the same time, a row of each in turn; more of them mix the rows "
     window += "better and take more memory"
     group.add_argument("--shuffle_window", type=cli.positive_int, default=16, help=window)
-    add_raw_data_flags(parser.add_argument_group("raw data (with --online)"))
+    group = parser.add_argument_group("raw data (with --online)")
+    add_raw_data_flags(group)
+    refuse_filter_flags(group)
 
 
 def add_loading_flags(group: argparse._ArgumentGroup) -> None:
@@ -67,9 +74,14 @@ def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:
         return open_latents(args.data, args.model_dir, args.resolution, *columns)
     columns = args.image_column, args.caption_column
     options = {"flag": "--data", "indexed": True, "keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
-    sources = list_sources(args.data, *columns, **options)
+    sources = list_sources(args.data, *columns, max_bad_files=args.max_bad_files, **options)
+    if sources.kind == "parquet" and Chunks(sources.rows, args.rows_per_file).passes > MANY_PASSES:
+        say(
+            f"warning: --data has row groups of up to {sources.rows.max()} rows, and any {args.rows_per_file} of them "
+            "are read from the start of their row group: write smaller row groups, or pass a larger --rows_per_file"
+        )
     encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
     encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
     loader = loader_options(args, (args.resolution,))
     limits = args.max_bad_fraction, args.num_validation_rows
-    return RawImages(tuple(map(vars, sources)), args.rows_per_file, loader, encoder, *limits)
+    return RawImages(vars(sources), args.rows_per_file, loader, encoder, *limits)

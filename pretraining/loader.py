@@ -16,7 +16,8 @@ from common.images import BadImage, Crop, cut, draw_crop, read_image
 from common.storage import Folder, is_remote, split
 from common.uris import shown
 from pretraining.fetching import Fetcher, Later
-from pretraining.raw_data import Source, read_rows
+from pretraining.rows import read_rows
+from pretraining.sources import Source
 from utils import CROP, row_rng
 
 READ_THREADS = 16  # that read files and decode images
@@ -40,6 +41,8 @@ def add_raw_data_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--retries", type=cli.non_negative_int, default=2, help=retries_help)
     bad_help = "largest share of unusable rows, 0 to 1, before the run fails"
     group.add_argument("--max_bad_fraction", type=cli.fraction, default=0.05, help=bad_help)
+    files_help = "number of damaged files that are skipped when the data is listed, before the run fails"
+    group.add_argument("--max_bad_files", type=cli.non_negative_int, default=0, help=files_help)
     rows_help = "rows to read and encode together, one output file; a 512-pixel image takes 1 MB of memory"
     group.add_argument("--rows_per_file", type=cli.positive_int, default=256, help=rows_help)
     batch_help = "batch size for encoding images and captions"
@@ -139,6 +142,8 @@ class Loader:
         """Return (crop, [its pixels at each resolution]) of one row, the reason why it is bad, Later or Filtered."""
         if "filtered" in row:
             return Filtered(row["filtered"])
+        if "damaged" in row:
+            return row["damaged"]
         if reason := _what_lacks(row):
             return reason
         try:

@@ -16,7 +16,7 @@ from pretraining.batches import hold_out
 from pretraining.columns import as_floats
 from pretraining.latents import LatentEncoder, LatentFiles, PieceReader, caption_fields, image_fields
 from pretraining.loader import Loader, likely_bad
-from pretraining.raw_data import Source
+from pretraining.sources import Chunks, Source, Sources
 from pretraining.streams import Arrays, Load, Piece
 
 # What fingerprints hold in place of the flags: the defaults, which the fingerprints of earlier runs hold.
@@ -27,11 +27,11 @@ PATIENCE = {"timeout": 10, "retries": 2}
 class RawImages:
     """Raw data that is encoded on the fly, as plain values, in the same chunks as preprocess.py writes.
 
-    sources: Sources as dicts; loader, encoder: options of Loader and LatentEncoder. held_out: number of rows at the end
-    for validation.
+    sources: the values of Sources by name; loader, encoder: options of Loader and LatentEncoder. held_out: number of
+    rows at the end for validation.
     """
 
-    sources: tuple
+    sources: dict
     rows_per_chunk: int
     loader: dict
     encoder: dict
@@ -39,32 +39,49 @@ class RawImages:
     held_out: int = 0
 
     @cached_property
-    def chunks(self) -> list[tuple[int, int, int]]:
-        """(source number, first row, number of rows) of each chunk."""
-        size = self.rows_per_chunk
-        return [
-            (number, first, min(size, source["num_rows"] - first))
-            for number, source in enumerate(self.sources)
-            for first in range(0, source["num_rows"], size)
-        ]
+    def _sources(self) -> Sources:
+        return Sources(**self.sources)
+
+    @cached_property
+    def _chunks(self) -> Chunks:
+        return Chunks(self._sources.rows, self.rows_per_chunk)
 
     @property
-    def fingerprint(self) -> list:
+    def fingerprint(self) -> Iterator[Any]:
         """Values that determine the rows, whatever the location and the patience with servers."""
-        facts = ("name", "size", "first", "num_rows", "image_column", "caption_column")
-        loader = {**self.loader, **PATIENCE}
-        return [[source[fact] for fact in facts] for source in self.sources] + [self.rows_per_chunk, loader]
+        names = ("name", "size", "first", "num_rows", "image_column", "caption_column")
+        yield from ([facts[name] for name in names] for facts in self._sources.facts())
+        yield from (self.rows_per_chunk, {**self.loader, **PATIENCE})
 
-    @property
+    @cached_property
     def chunk_rows(self) -> np.ndarray:
         """Number of rows in each chunk, good or bad, [N]."""
-        return np.array([rows for _, _, rows in self.chunks], np.int32)
+        return self._chunks.rows
 
     @cached_property
     def _kept_rows(self) -> np.ndarray:
         return hold_out(self.chunk_rows, self.held_out)[0]
 
-    def __call__(self, item: Piece) -> Iterator[dict[str, Any]]:
+    def locate(self, piece: Piece) -> dict[str, Any]:
+        """Return a piece with the "source" of its chunk, as a dict, and what the chunk is in it.
+
+        "offset": its first row; "rows": their number; "kept": the number of those that are not held out.
+        """
+        number = piece["chunk"]
+        source, place = self._chunks.place(number)
+        rows, kept = int(self.chunk_rows[number]), int(self._kept_rows[number])
+        at = {"offset": place * self.rows_per_chunk, "rows": rows, "kept": kept}
+        return {**piece, **at, "source": vars(self._sources[source])}
+
+
+@dataclass(frozen=True)
+class PieceLoader:
+    """Loads pieces of RawImages, located; runs in Ray tasks, or in a worker. loader: options of Loader."""
+
+    loader: dict
+    max_bad_fraction: float
+
+    def __call__(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the rows of a piece as a chunk of Loader; good rows are repeated in place of bad ones.
 
         They are of the piece, or else of its chunk, and never held out from training where the piece is not.
@@ -75,15 +92,14 @@ class RawImages:
         yield patient(self._load)(item)
 
     def _load(self, item):
-        number, first, chunk_rows = self.chunks[item["chunk"]]
-        source, count = Source(**self.sources[number]), item["last"] - item["first"]
+        source, count = Source(**item["source"]), item["last"] - item["first"]
         load = partial(Loader(**self.loader), source, epoch=item["epoch"])
-        chunk = load(first + item["first"], count)
+        chunk = load(item["offset"] + item["first"], count)
         bad, later = chunk["bad"] + chunk["later"], chunk["later"]
         if not chunk["keys"]:  # a short piece of bad rows: use the rest of its chunk
-            kept = self._kept_rows[item["chunk"]]
-            start, end = (0, kept) if item["first"] < kept else (kept, chunk_rows)
-            chunk = load(first + start, end - start)
+            kept = item["kept"]
+            start, end = (0, kept) if item["first"] < kept else (kept, item["rows"])
+            chunk = load(item["offset"] + start, end - start)
         if not chunk["keys"] or len(bad) > likely_bad(count, self.max_bad_fraction):
             if later:
                 key, reason = later[0]
@@ -126,6 +142,8 @@ def make_load(data: LatentFiles | RawImages, pool: dict[str, Any]) -> Load:
     """
     options = {"ordered": True, **pool}
     if isinstance(data, RawImages):
-        return lambda pieces: map_on_actors(PieceEncoder, data.encoder, pieces, prepare=data, **options)
-    reader = PieceReader(data.location, data.fields)
-    return lambda pieces: map_on_actors(None, {}, list(map(data.locate, pieces)), prepare=reader, **options)
+        prepare: Any = PieceLoader(data.loader, data.max_bad_fraction)
+        worker = partial(map_on_actors, PieceEncoder, data.encoder, prepare=prepare, **options)
+    else:
+        worker = partial(map_on_actors, None, {}, prepare=PieceReader(data.location, data.fields), **options)
+    return lambda pieces: worker(list(map(data.locate, pieces)))

@@ -1,6 +1,7 @@
 """The parts of a data set of latents: one Parquet file per chunk of `rows_per_file` rows of a source."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,7 +11,7 @@ import numpy as np
 
 from common.folders import check_on_node
 from common.outages import patient
-from common.storage import Folder, is_remote, read_footer
+from common.storage import Folder, is_remote, open_parquet, read_footer
 from pretraining.columns import row_number, to_parquet
 from pretraining.index import (
     FILE,
@@ -23,12 +24,16 @@ from pretraining.index import (
     describe_part,
     part_name,
     read_index,
-    read_notes,
     read_records,
 )
 from pretraining.latents import LatentEncoder
 from pretraining.loader import Batch, Loader
-from pretraining.raw_data import Source, read_rows
+from pretraining.rows import read_rows
+from pretraining.sources import Chunks, Source, Sources
+
+MOST_ITEMS = 10_000  # an item takes the driver some kilobytes
+
+Item = dict[str, Any]  # see _make_items
 
 
 def resume(folder: Folder) -> tuple[Index, IndexWriter]:
@@ -63,26 +68,52 @@ def read_part(folder: Folder, name: str) -> Record:
     return describe_part(name, folder.read(name) or b"")
 
 
-def missing_parts(sources: list[Source], index: Index, rows_per_file: int) -> list[dict[str, Any]]:
-    """Return the items of load_chunks for all sources that have a part that is not written."""
-    items = []
-    for number, source in enumerate(sources):
-        done = index.chunks_of(number)
-        if len(done) < -(-source.num_rows // rows_per_file):
-            items.append({"source": vars(source), "number": number, "done": sorted(done)})
-    return items
+def missing_parts(sources: Sources, index: Index, rows_per_file: int) -> list[Item]:
+    """Return the items of load_chunks for all chunks that have no part."""
+    chunks = Chunks(sources.rows, rows_per_file)
+    is_asked = np.ones(len(chunks), bool)
+    is_asked[chunks.numbers(index.source, index.chunk)] = False
+    return _make_items(sources, chunks, is_asked)
 
 
-def load_chunks(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a source that are not written, each as returned by Loader, with the "name" of its part.
+def parts_to_complete(sources: Sources, index: Index, rows_per_file: int) -> list[Item]:
+    """Return the items of load_again for all parts with rows to fetch again."""
+    chunks, parts = Chunks(sources.rows, rows_per_file), index.only(index.later > 0)
+    is_asked = np.zeros(len(chunks), bool)
+    is_asked[chunks.numbers(parts.source, parts.chunk)] = True
+    return _make_items(sources, chunks, is_asked)
 
-    item: {"source": a Source as a dict, "number": its number, "done": chunks whose parts are written}.
+
+def _make_items(sources: Sources, chunks: Chunks, is_asked: np.ndarray) -> list[Item]:
+    """Return items, at most MOST_ITEMS, for some of all chunks; is_asked: which, [N].
+
+    An item is {"sources": some Sources, "numbers": their numbers, [S], "is_asked": which of their chunks to load, [N]}.
     """
-    source = Source(**item["source"])
-    missing = sorted(set(range(-(-source.num_rows // rows_per_file))) - set(item["done"]))
-    chunks = loader.load_all(source, _batches(source, missing, rows_per_file))
-    for chunk, loaded in zip(missing, chunks, strict=True):
-        yield {"name": part_name(item["number"], chunk), **loaded}
+    is_wanted = np.logical_or.reduceat(is_asked, chunks.ends - chunks.counts)  # of the sources
+    is_asked = is_asked[np.repeat(is_wanted, chunks.counts)]
+    groups = np.array_split(np.flatnonzero(is_wanted), min(max(1, is_wanted.sum()), MOST_ITEMS))
+    ends = np.cumsum([chunks.counts[group].sum() for group in groups])
+    return [
+        {"sources": sources.only(group), "numbers": group, "is_asked": asked}
+        for group, asked in zip(groups, np.split(is_asked, ends[:-1]), strict=True)
+        if len(group)
+    ]
+
+
+def _sources_of(item: Item, rows_per_file: int) -> Iterator[tuple[int, Source, list[int]]]:
+    """Yield (its number, source, its chunks to load) of each source of an item."""
+    ends = Chunks(item["sources"].rows, rows_per_file).ends
+    asked = np.split(item["is_asked"], ends[:-1])
+    for number, source, chunks in zip(item["numbers"].tolist(), item["sources"], asked, strict=True):
+        yield number, source, np.flatnonzero(chunks).tolist()
+
+
+def load_chunks(item: Item, loader: Loader, rows_per_file: int) -> Iterator[dict[str, Any]]:
+    """Yield the chunks that an item asks for, each as returned by Loader, with the "name" of its part."""
+    for number, source, missing in _sources_of(item, rows_per_file):
+        chunks = loader.load_all(source, _batches(source, missing, rows_per_file))
+        for chunk, loaded in zip(missing, chunks, strict=True):
+            yield {"name": part_name(number, chunk), **loaded}
 
 
 def _batches(source: Source, chunks: list[int], rows_per_file: int) -> Iterator[Batch]:
@@ -108,34 +139,38 @@ class _Reader:
         rows = self.rows or read_rows(self.source, first, self.end - first)
         self.rows = None
         some = list(itertools.islice(rows, count))
-        self.rows = rows
+        if not (some and "damaged" in some[-1]):  # the next rows are what another run would find there
+            self.rows = rows
         return some
 
 
-def parts_to_complete(writer: IndexWriter, sources: list[Source], index: Index) -> list[dict[str, Any]]:
-    """Return the items of load_again for all sources that have a part with rows to fetch again."""
-    left: dict[int, dict[int, list[int]]] = {}
-    if index.later.any():
-        for part, notes in read_notes(writer.folder, writer.files, index):
-            if notes["later"]:
-                of_source = left.setdefault(int(index.source[part]), {})
-                of_source[int(index.chunk[part])] = list(map(row_number, notes["later"]))
-    return [{"source": vars(sources[i]), "number": i, "left": dict(sorted(left[i].items()))} for i in sorted(left)]
+def load_again(item: Item, loader: Loader, rows_per_file: int, output_dir: str) -> Iterator[dict[str, Any]]:
+    """Yield chunks of the rows that could not be fetched, with the "name" of their part and "is_rest".
 
-
-def load_again(item: dict[str, Any], loader: Loader, rows_per_file: int) -> Iterator[dict[str, Any]]:
-    """Yield chunks of the rows of a source that could not be fetched, with the "name" of their part and "is_rest".
-
-    item: {"source": a Source as a dict, "number": its number, "left": {number of a chunk: numbers of its rows}}.
+    The parts that an item asks for are in the folder `output_dir`; each lists such rows.
     """
-    source, left = Source(**item["source"]), item["left"]
+    if not is_remote(output_dir):
+        check_on_node(output_dir, "--output_dir")
+    for number, source, chunks in _sources_of(item, rows_per_file):
+        left = {chunk: _later_rows(output_dir, part_name(number, chunk)) for chunk in chunks}
+        loaded = loader.load_all(source, _rest(source, left, rows_per_file))
+        for chunk, rest in zip(left, loaded, strict=True):
+            yield {"name": part_name(number, chunk), "is_rest": True, **rest}
 
-    def batches() -> Iterator[Batch]:
-        for (numbers, rows), wanted in zip(_batches(source, list(left), rows_per_file), left.values(), strict=True):
-            yield wanted, [row for number, row in zip(numbers, rows, strict=True) if number in wanted]
 
-    for chunk, loaded in zip(left, loader.load_all(source, batches()), strict=True):
-        yield {"name": part_name(item["number"], chunk), "is_rest": True, **loaded}
+def _rest(source: Source, left: dict[int, list[int]], rows_per_file: int) -> Iterator[Batch]:
+    """Yield (numbers of its rows, its rows) of chunks of a source, of some rows; left: {chunk: numbers of the rows}."""
+    batches = _batches(source, list(left), rows_per_file)
+    for (numbers, rows), wanted in zip(batches, left.values(), strict=True):
+        yield wanted, [row for number, row in zip(numbers, rows, strict=True) if number in wanted]
+
+
+@patient
+def _later_rows(output_dir: str, name: str) -> list[int]:
+    """Return the numbers of the rows of a part that could not be fetched."""
+    with open_parquet(Folder(output_dir), name) as parquet:
+        notes = (parquet.schema_arrow.metadata or {}).get(b"later_rows", "[]")
+    return list(map(row_number, json.loads(notes)))
 
 
 class PartWriter:

@@ -1,12 +1,7 @@
-"""Raw images and captions: Parquet files, folders with metadata.jsonl, and WebDataset tars.
-
-A source is a unit that is read sequentially: a row group of a Parquet file, a range of lines of a metadata.jsonl, or a
-tar file.
-"""
+"""Raw images and captions: lists Parquet files, folders with metadata.jsonl, and WebDataset tars as sources."""
 
 import contextlib
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,40 +10,19 @@ from typing import Any
 
 from common.actors import map_on_actors
 from common.errors import BadInput, CheckFailed
-from common.images import READ
 from common.messages import Progress, say
-from common.storage import Folder, absolute, join, open_parquet, read_footer, split
-from pretraining.filters import check_columns, columns_of, meets
-from pretraining.tars import INDEX, STATS, count_samples, find_records, read_samples
+from common.storage import Folder, absolute, join, open_parquet, split
+from common.uris import shown
+from pretraining.filters import check_columns
+from pretraining.rows import CAPTION_COLUMNS, find_lines
+from pretraining.sources import FileSources, Sources
+from pretraining.tars import INDEX, STATS, count_samples, find_records
 
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "image_bytes", "bytes", "URL", "url", "image_url", "image_path", "path")
-CAPTION_COLUMNS = ("caption", "TEXT", "text", "txt", "prompt")
 KINDS = {"parquet": ".parquet", "tar": ".tar", "jsonl": "metadata.jsonl"}  # {kind: ending of its names}
 LINES_OF_A_SOURCE = 4096  # in a metadata.jsonl
 FILES_OF_A_TASK, LISTING_THREADS = 256, 16  # files that a task lists, and at the same time
-
-
-@dataclass(frozen=True)
-class Source:
-    """The location of some rows, as plain values.
-
-    folder: a path or URI; name, size: the file below it, and its bytes; kind: "parquet", "jsonl" or "tar".
-    first: the number of the row group (Parquet) or of the first line (jsonl). where: a condition on the rows, or "".
-    """
-
-    folder: str
-    name: str
-    size: int
-    kind: str
-    first: int
-    num_rows: int
-    image_column: str = ""
-    caption_column: str = ""
-    where: str = ""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sources
+TOLD = 10  # damaged files that are named in messages
 
 
 def list_sources(
@@ -60,13 +34,16 @@ def list_sources(
     keep: bool = True,
     on_ray: dict[str, Any] | None = None,
     where: str | None = None,
-) -> list[Source]:
+    max_bad_files: int = 0,
+) -> Sources:
     """Return the Sources of a folder or file, sorted by name; only footers, headers and metadata.jsonl are read.
 
     indexed: each tar must have an index, for reads in any order. keep: write the indexes that are made beside the tars.
     on_ray: of cli.ray_or_none; many files are listed in tasks on Ray. where: the condition for rows of Parquet files.
+    max_bad_files: number of files that are skipped if they cannot be opened.
 
-    Raises BadInput if there are no rows, if a Parquet file lacks a column, or if `where` does not fit the files.
+    Raises BadInput if there are no rows, if a Parquet file lacks a column, or if `where` does not fit the files;
+    CheckFailed if more files are damaged than may be skipped.
     """
     location = absolute(location)
     found = Folder(location).kind()
@@ -82,8 +59,10 @@ def list_sources(
     if all(name + INDEX in files for name in names):  # there is nothing to read
         on_ray = None
     listed = [(name, files[name], find_records(name, files)) for name in names]
-    sources = _list(Lister(folder, kind, image_column, caption_column, indexed, keep, where or ""), listed, on_ray)
-    if not sum(source.num_rows for source in sources):
+    lister = Lister(folder, kind, image_column, caption_column, indexed, keep, where or "")
+    sources = _list(lister, listed, on_ray, max_bad_files)
+    _tell(sources.bad_files)
+    if not len(sources):
         raise BadInput(f"{flag} {location} holds no rows")
     return sources
 
@@ -106,18 +85,37 @@ def _choose(files, only):
     return next(((kind, names) for kind, names in found.items() if names), ("", []))
 
 
-def _list(lister, files, on_ray):
-    """Return the Sources of files; files: see Lister."""
+def _list(lister, files, on_ray, max_bad_files):
+    """Return the Sources of files; files: see Lister. Raises CheckFailed if too many of them are damaged."""
     batches = [files[i : i + FILES_OF_A_TASK] for i in range(0, len(files), FILES_OF_A_TASK)]
     if len(batches) == 1 or on_ray is None:
-        return [source for batch in batches for found in lister(batch) for source in found]
-    sources: list[Source] = []
-    with Progress("list", len(files), "files") as progress:
+        results = itertools.chain.from_iterable(map(lister, batches))
+    else:
         results = map_on_actors(None, {}, batches, 1, lister, ordered=True, gpus_per_worker=0, **on_ray)
+    parts, bad = [], []
+    with Progress("list", len(files), "files") if len(batches) > 1 else contextlib.nullcontext() as progress:
         for batch, found in zip(batches, results, strict=True):
-            sources += found
-            progress.update(len(batch))
-    return sources
+            parts.append(found)
+            bad += found.bad_files
+            if len(bad) > max_bad_files:
+                raise CheckFailed(_too_many(bad, max_bad_files))
+            if progress:
+                progress.update(len(batch))
+    return Sources.join(parts)
+
+
+def _too_many(bad, most):
+    (_, reason), count = bad[0], len(bad)
+    if not most:
+        return f"{reason}, or pass --max_bad_files to skip files that are damaged"
+    return f"{count} files are damaged, more than --max_bad_files {most} allows; the first: {reason}"
+
+
+def _tell(bad):
+    for _, reason in bad[:TOLD]:
+        say(f"warning: skipped a file: {reason}")
+    if len(bad) > TOLD:
+        say(f"warning: skipped {len(bad) - TOLD} more damaged files")
 
 
 @dataclass(frozen=True)
@@ -135,35 +133,42 @@ class Lister:
     keep: bool
     where: str
 
-    def __call__(self, files: list[tuple[str, int, dict[str, int]]]) -> Iterator[list[Source]]:
+    def __call__(self, files: list[tuple[str, int, dict[str, int]]]) -> Iterator[Sources]:
         """Yield the Sources of files, in their order; files: (name, bytes, records of find_records) of each."""
-        list_file = {"parquet": self._parquet, "tar": self._tar, "jsonl": self._jsonl}[self.kind]
         with ThreadPoolExecutor(LISTING_THREADS) as pool:
-            yield list(itertools.chain.from_iterable(pool.map(list_file, *zip(*files, strict=True))))
+            found = list(pool.map(self._find, *zip(*files, strict=True)))
+        yield Sources.of([file[:2] for file in files], found, folder=self.folder, kind=self.kind, where=self.where)
+
+    def _find(self, name, size, records):
+        """Return the FileSources of a file, or the reason why it cannot be opened."""
+        try:
+            return {"parquet": self._parquet, "tar": self._tar, "jsonl": self._jsonl}[self.kind](name, size, records)
+        except CheckFailed as error:
+            return shown(str(error))
 
     def _parquet(self, name, size, records):
         place = join(self.folder, name)
-        columns, groups, _ = read_footer(Folder(self.folder), name)
-        image = _pick_column(place, "image", self.image_column, IMAGE_COLUMNS, columns)
-        caption = _pick_column(place, "caption", self.caption_column, CAPTION_COLUMNS, columns)
+        with open_parquet(Folder(self.folder), name) as parquet:
+            schema, facts = parquet.schema_arrow, parquet.metadata
+            rows = [facts.row_group(i).num_rows for i in range(facts.num_row_groups)]
+        image = _pick_column(place, "image", self.image_column, IMAGE_COLUMNS, schema.names)
+        caption = _pick_column(place, "caption", self.caption_column, CAPTION_COLUMNS, schema.names)
         if self.where:
-            with open_parquet(Folder(self.folder), name) as parquet:
-                check_columns(self.where, parquet.schema_arrow, place)
-        facts = (image, caption, self.where)
-        return [Source(self.folder, name, size, "parquet", i, rows, *facts) for i, rows in groups if rows]
+            check_columns(self.where, schema, place)
+        filled = [i for i, count in enumerate(rows) if count]
+        return FileSources((image, caption), filled, [rows[i] for i in filled])
 
     def _jsonl(self, name, size, records):
-        count = len(_read_lines(self.folder, name))
-        starts = range(0, count, LINES_OF_A_SOURCE)
         columns = (self.image_column or "file_name", self.caption_column or "text")
-        return [
-            Source(self.folder, name, size, "jsonl", i, min(LINES_OF_A_SOURCE, count - i), *columns) for i in starts
-        ]
+        count, starts = find_lines(self.folder, name, size, LINES_OF_A_SOURCE)
+        firsts = range(0, count, LINES_OF_A_SOURCE)
+        rows = [min(LINES_OF_A_SOURCE, count - first) for first in firsts]
+        return FileSources(columns, firsts, rows, list(itertools.pairwise([*starts, size])))
 
     def _tar(self, name, size, records):
         count = count_samples(self.folder, name, size, records, self.indexed, self.keep)
         columns = (self.image_column or "", self.caption_column or "")
-        return [Source(self.folder, name, size, "tar", 0, count, *columns)] if count else []
+        return FileSources(columns, [0] if count else [], [count] if count else [])
 
 
 def _pick_column(place, what, wanted, usual, columns):
@@ -172,72 +177,3 @@ def _pick_column(place, what, wanted, usual, columns):
             return name
     missing = f"no column {wanted}" if wanted else f"none of the known {what} columns ({', '.join(usual)})"
     raise BadInput(f"{place} has {missing}: choose one of its columns with --{what}_column: {', '.join(columns)}")
-
-
-def _read_lines(folder, name):
-    """Return the non-empty lines of a file as bytes: splitting text would also split at U+2028 inside a JSON string."""
-    data = Folder(folder).read(name)
-    if data is None:
-        raise CheckFailed(f"{join(folder, name)} was removed while it was being read: restore it")
-    return [line for line in data.splitlines() if line.strip()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
-
-
-def read_rows(source: Source, first: int, count: int) -> Iterator[dict[str, Any]]:
-    """Yield up to `count` rows of a source, from row `first` on, as {"key", "image", "caption"}.
-
-    image: the bytes of a file, a path, a URI, a URL or None; caption: any value, None if missing. A row that does not
-    meet the condition of its source has neither, and "filtered": the reason.
-    """
-    readers = {"parquet": _parquet_rows, "tar": _tar_rows, "jsonl": _jsonl_rows}
-    last = min(first + count, source.num_rows)
-    for number, row in enumerate(readers[source.kind](source, first, last), start=first):
-        yield {"key": f"{source.name}:{source.first}:{number}", **row}
-
-
-def _parquet_rows(source, first, last):
-    with open_parquet(Folder(source.folder), source.name) as parquet:
-        asked = columns_of(source.where) if source.where else []
-        columns, start = list(dict.fromkeys((source.image_column, source.caption_column, *asked))), 0
-        for batch in parquet.iter_batches(64, row_groups=[source.first], columns=columns):
-            low, high = (min(max(row - start, 0), len(batch)) for row in (first, last))
-            batch, start = batch.slice(low, max(high - low, 0)), start + len(batch)
-            met = meets(source.where, batch, source.name) if asked else itertools.repeat(True)
-            for row, is_met in zip(batch.to_pylist(), met, strict=False):
-                if not is_met:
-                    yield {"image": None, "caption": None, "filtered": "--where"}
-                    continue
-                image = row[source.image_column]
-                if isinstance(image, dict):  # the Image feature of Hugging Face datasets
-                    image = image.get("bytes") or image.get("path")
-                yield {"image": image, "caption": row[source.caption_column]}
-            if start >= last:
-                return
-
-
-def _jsonl_rows(source, first, last):
-    parent = source.name.rpartition("/")[0]
-    for line in _read_lines(source.folder, source.name)[source.first + first : source.first + last]:
-        try:
-            row = json.loads(line)
-            name = row[source.image_column]
-        except (ValueError, KeyError, TypeError):
-            yield {"image": None, "caption": None}
-            continue
-        yield {"image": f"{parent}/{name}" if parent and name else name, "caption": row.get(source.caption_column)}
-
-
-def _tar_rows(source, first, last):
-    for sample in read_samples(source.folder, source.name, source.size, source.num_rows, first, last):
-        suffixes = [source.image_column] if source.image_column else [name for name in sample if f".{name}" in READ]
-        caption = sample.get(source.caption_column or "txt")
-        if caption is None and "json" in sample:
-            names = [source.caption_column] if source.caption_column else CAPTION_COLUMNS
-            with contextlib.suppress(ValueError, AttributeError):  # not JSON, or not an object: no caption
-                facts = json.loads(sample["json"])
-                caption = next((facts[name] for name in names if facts.get(name)), None)
-        caption = caption.decode(errors="replace").strip() if isinstance(caption, bytes) else caption
-        yield {"image": next((sample[name] for name in suffixes if name in sample), None), "caption": caption}

@@ -16,7 +16,7 @@ from typing import IO
 
 import numpy as np
 
-from common.errors import BadInput, CheckFailed
+from common.errors import BadInput, CheckFailed, Damaged
 from common.storage import Folder, join
 
 INDEX = ".idx"  # after the name of the tar
@@ -39,7 +39,7 @@ def count_samples(
     """Return the number of samples in a tar of `size` bytes: from its `records` (find_records), else from its headers.
 
     indexed: there must be an index, so without one the headers are read. keep: write the index if headers were read and
-    the folder is writable. Raises CheckFailed if the tar is read and damaged.
+    the folder is writable. Raises Damaged if the tar is read and damaged.
     """
     count, rest = divmod(records.get(name + INDEX, 0), NUMBER.itemsize)
     if count and not rest:
@@ -76,7 +76,7 @@ def _recorded_samples(folder: str, records: Iterable[str]) -> int | None:
 def read_samples(folder: str, name: str, size: int, count: int, first: int, last: int) -> Iterator[dict[str, bytes]]:
     """Yield samples `first` to `last` of the `count` in a tar of `size` bytes, each as {suffix in lower case: bytes}.
 
-    From a store, a range of samples is one request. Raises CheckFailed if the tar is damaged or holds another number of
+    From a store, a range of samples is one request. Raises Damaged if the tar is damaged or holds another number of
     samples.
     """
     if first >= last:
@@ -115,7 +115,7 @@ def find_offsets(folder: str, name: str, size: int) -> np.ndarray:
 
 
 def _scan(folder: str, name: str, size: int) -> np.ndarray:
-    """Return the offsets of find_offsets from the headers of a tar; raise CheckFailed if it is damaged or cut."""
+    """Return the offsets of find_offsets from the headers of a tar; raise Damaged if it is damaged or cut."""
     with _open(folder, name, 0, size) as (file, tar):
         starts = [next(members).offset for _, members in _groups(tar)]
         _check_end(file, tar.offset)
@@ -124,19 +124,21 @@ def _scan(folder: str, name: str, size: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def _open(folder: str, name: str, start: int, end: int) -> Iterator[tuple[IO[bytes], tarfile.TarFile]]:
-    """Open bytes `start` to `end` of a tar; raise CheckFailed if they turn out to be damaged while they are read."""
+    """Open bytes `start` to `end` of a tar; raise Damaged if they turn out to be damaged while they are read."""
     try:
         with Folder(folder).open_range(name, start, end) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             yield file, tar
     except FileNotFoundError:
         raise CheckFailed(f"{join(folder, name)} was removed while it was being read: restore it") from None
     except (tarfile.TarError, OSError) as error:
+        if getattr(error, "errno", None):
+            raise CheckFailed(f"{join(folder, name)} cannot be read ({error}): restore it") from None
         raise _damaged(folder, name, str(error)) from None
 
 
-def _damaged(folder: str, name: str, reason: str) -> CheckFailed:
+def _damaged(folder: str, name: str, reason: str) -> Damaged:
     remedy = f"create or download it again, and delete {os.path.basename(name)}{INDEX} if there is one"
-    return CheckFailed(f"{join(folder, name)} is damaged ({reason}): {remedy}")
+    return Damaged(f"{join(folder, name)} is damaged ({reason}): {remedy}")
 
 
 def _groups(tar: tarfile.TarFile) -> Iterator[tuple[str, Iterator[tarfile.TarInfo]]]:

@@ -297,6 +297,61 @@ def test_an_early_look_allows_for_chance(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Damaged files
+
+
+@pytest.fixture
+def three_files(tmp_path):
+    """Three files of ten rows, of which the second is damaged."""
+    for name in "abc":
+        make_data(tmp_path / "data" / name)
+    (tmp_path / "data" / "b" / "x.parquet").write_bytes(b"cut")
+    return tmp_path / "data"
+
+
+def test_a_damaged_file_is_skipped_counted_and_named(encode, stop_at, three_files, tmp_path):
+    with pytest.raises(errors.CheckFailed, match=r"b/x\.parquet is damaged .* or pass --max_bad_files"):
+        encode(source=three_files)
+    stop_at(4)
+    with pytest.raises(errors.OutOfResource):
+        encode("--max_bad_files", 1, source=three_files)
+    seen = stop_at()
+    result = encode("--max_bad_files", 2, source=three_files)
+    assert result == {"output_dir": str(tmp_path / "out"), "rows": 20, "bad_rows": 0, "bad_files": 1}
+    assert seen == [f"part-000001-{chunk:04d}.parquet" for chunk in (1, 2)]
+    assert list(read_parts(tmp_path / "out")["key"]) == [
+        f"{name}/x.parquet:0:{row}" for name in "ac" for row in range(10)
+    ]
+    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    assert metadata["bad_files"] == metadata["settings"]["bad_files"] == 1
+    assert list(metadata["skipped_files"]) == ["b/x.parquet"]
+    assert "b/x.parquet is damaged" in metadata["skipped_files"]["b/x.parquet"]
+    assert encode("--max_bad_files", 1, source=three_files) == result
+    make_data(three_files / "b")
+    with pytest.raises(errors.BadInput, match=r"other settings \(bad_files was 1, now None, input was"):
+        encode("--max_bad_files", 1, source=three_files)
+
+
+def test_a_number_of_bad_files_without_one_is_no_other_setting(encode, stop_at):
+    seen, result = stop_at(), encode()
+    assert encode("--max_bad_files", 5) == result and len(seen) == 3
+
+
+def test_damage_that_shows_when_rows_are_read_makes_bad_rows(encode, tmp_path):
+    for name in "ab":
+        make_data(tmp_path / "data" / name, compression="none", use_dictionary=False)
+    path = tmp_path / "data" / "a" / "x.parquet"
+    data = path.read_bytes()
+    start = data.index(noise_png(0)[:50])
+    path.write_bytes(data[: start - 4] + b"\xff\xff\xff\x7f" + data[start:])
+    with pytest.raises(errors.BadInput, match=r"10 of 20 rows are bad.*a/x\.parquet is damaged"):
+        encode(source=tmp_path / "data")
+    result = encode("--max_bad_fraction", 0.5, source=tmp_path / "data")
+    assert (result["rows"], result["bad_rows"]) == (10, 10) and "bad_files" not in result
+    assert {row["key"].partition(":")[0] for row in read_bad_rows(tmp_path / "out")} == {"a/x.parquet"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Rows that cannot be fetched
 
 
@@ -615,14 +670,3 @@ def test_actors_write_what_this_process_does(ray_session, encode, tmp_path):
             else (values == there[name]).all()
         )
     assert read_bad_rows(tmp_path / "here") == read_bad_rows(tmp_path / "there") != []
-
-
-@pytest.mark.ray
-def test_a_file_that_a_task_finds_damaged_ends_the_run_with_its_name(ray_session, encode, tmp_path):
-    source = make_data(tmp_path / "data", compression="none", use_dictionary=False)
-    data = (source / "x.parquet").read_bytes()
-    start = data.index(noise_png(0)[:50])
-    (source / "x.parquet").write_bytes(data[: start - 4] + b"\xff\xff\xff\x7f" + data[start:])
-    with pytest.raises(errors.CheckFailed, match=r"x\.parquet is damaged"):
-        encode("--num_workers", "1", source=source)
-    assert not (tmp_path / "out").exists()

@@ -3,8 +3,10 @@
 import os
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from conftest import make_raw_data
+from conftest import make_raw_data, noise_png
 
 from common import errors, folders
 
@@ -66,6 +68,41 @@ def test_bad_data(refused, latents, tiny_model, tmp_path):
     assert "holds no rows" in refused(data=copy, prescaled_latents=True)
     folder = make_raw_data(tmp_path / "raw", 0)
     assert "holds no rows" in refused(data=folder, online=True)
+
+
+def test_a_damaged_file_online(refused, command, tmp_path, capsys):
+    """Skipped files are a setting: a run does not continue when they are repaired."""
+    table = pa.table({"image": [noise_png(i) for i in range(10)], "caption": ["x"] * 10})
+    (tmp_path / "raw").mkdir()
+    for name in "ab":
+        pq.write_table(table, tmp_path / "raw" / f"{name}.parquet")
+    data, spoiled = {"data": tmp_path / "raw", "online": True}, tmp_path / "raw" / "a.parquet"
+    whole = spoiled.read_bytes()
+    spoiled.write_bytes(b"cut")
+    with pytest.raises(errors.CheckFailed, match=r"a\.parquet is damaged .*, or pass --max_bad_files"):
+        command(**data)
+    command(**data, max_bad_files=1, max_steps=1, rows_per_file=5)
+    said = capsys.readouterr().err
+    assert "warning: skipped a file: " in said and "row groups" not in said
+    spoiled.write_bytes(whole)
+    assert "bad_files was 1, now None" in refused(**data, max_bad_files=1, max_steps=2, rows_per_file=5)
+
+
+def test_large_row_groups_online_are_told(command, tmp_path, capsys):
+    (tmp_path / "raw").mkdir()
+    table = pa.table({"image": [noise_png(i) for i in range(10)], "caption": ["x"] * 10})
+    pq.write_table(table, tmp_path / "raw" / "a.parquet")
+    for rows_per_file, is_told in ((1, True), (5, False)):
+        command(data=tmp_path / "raw", online=True, rows_per_file=rows_per_file, dry_run=True)
+        assert ("--data has row groups of up to 10 rows, and any 1 of them" in capsys.readouterr().err) == is_told
+
+
+@pytest.mark.parametrize("flag", ["where", "min_side", "max_aspect"])
+def test_the_filters_of_preprocess_are_refused(flag, command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command(online=True, **{flag: 3})
+    assert stop.value.code == 2
+    assert f"--{flag} is a flag of preprocess.py: filter with it, and train on its latents" in capsys.readouterr().err
 
 
 def test_what_is_in_the_way_is_not_touched(refused, command):

@@ -10,7 +10,8 @@ from test_loader import load, make_loader, reasons
 from common.images import BadImage
 from pretraining import fetching
 from pretraining.fetching import Fetcher, Later
-from pretraining.raw_data import list_sources, read_rows
+from pretraining.raw_data import list_sources
+from pretraining.rows import read_rows
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from raw_files import make_tar, write_parquet
 from common import errors
 from pretraining.filters import check_columns, columns_of, condition, meets
 from pretraining.loader import Loader
-from pretraining.raw_data import list_sources, read_rows
+from pretraining.raw_data import list_sources
+from pretraining.rows import read_rows
 
 TABLE = pa.table(
     {

@@ -1,13 +1,16 @@
 """parts.py: the names of the parts, which of them are missing, and the chunks that are loaded for them."""
 
+import itertools
+
 import numpy as np
 import pytest
-from conftest import make_raw_data
-from raw_files import write_parquet
+from conftest import make_raw_data, noise_png
+from raw_files import make_tar, write_parquet
 from tiny_models import RESOLUTION
 
 from common import errors
 from common.storage import Folder
+from pretraining import parts, tars
 from pretraining.columns import to_parquet
 from pretraining.index import Index, IndexWriter, describe_part, part_name
 from pretraining.loader import Loader
@@ -66,11 +69,30 @@ def test_a_damaged_part_of_a_killed_run_is_named(tmp_path):
         resume(folder)
 
 
-def test_missing_parts_name_those_that_are_written(tmp_path):
-    sources = 2 * list_sources(str(make_raw_data(tmp_path, 10)))
-    assert [item["done"] for item in missing_parts(sources, make_index([]), 4)] == [[], []]
-    (item,) = missing_parts(sources, make_index([(0, 0), (0, 1), (0, 2), (1, 1)]), 4)
-    assert (item["number"], item["done"], item["source"]) == (1, [1], vars(sources[1]))
+def test_missing_parts_are_the_chunks_without_a_part(tmp_path):
+    """In items of neighbouring sources, without the sources of which all parts are written."""
+    for name in "abcde":
+        write_parquet(tmp_path / f"{name}.parquet", [b"x"] * 10, ["x"] * 10, row_group_size=5)
+    sources = list_sources(str(tmp_path))
+    index = make_index([(0, 0), (0, 1), (3, 1), (4, 0), (4, 1), (9, 0)])
+    items = missing_parts(sources, index, 4)
+    assert [item["numbers"].tolist() for item in items] == [[1], [2], [3], [5], [6], [7], [8], [9]]
+    assert [item["is_asked"].tolist() for item in items] == [
+        [number != 9, number != 3] for number in (1, 2, 3, 5, 6, 7, 8, 9)
+    ]
+    assert [source for item in items for source in item["sources"]] == [sources[i] for i in (1, 2, 3, 5, 6, 7, 8, 9)]
+    assert missing_parts(sources, make_index([(i, j) for i in range(10) for j in range(2)]), 4) == []
+
+
+def test_there_are_few_items_for_many_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "MOST_ITEMS", 3)
+    for name in "abcd":
+        write_parquet(tmp_path / f"{name}.parquet", [b"x"] * 10, ["x"] * 10, row_group_size=5)
+    sources = list_sources(str(tmp_path))
+    items = missing_parts(sources, make_index([(3, 0), (3, 1), (5, 0)]), 4)
+    assert [item["numbers"].tolist() for item in items] == [[0, 1, 2], [4, 5], [6, 7]]
+    names = [chunk["name"] for item in items for chunk in load_chunks(item, LOADER, 4)]
+    assert names == [part_name(i, j) for i in range(8) for j in range(2) if i != 3 and (i, j) != (5, 0)]
 
 
 def test_the_chunks_of_missing_parts_are_loaded(tmp_path):
@@ -80,6 +102,24 @@ def test_the_chunks_of_missing_parts_are_loaded(tmp_path):
         chunks = list(load_chunks(item, LOADER, 4))
         assert [chunk["name"] for chunk in chunks] == [part_name(0, i) for i in range(3) if i not in done]
         assert [chunk["keys"] for chunk in chunks] == [[f"metadata.jsonl:0:{row}" for row in part] for part in rows]
+
+
+def test_damage_in_the_middle_costs_the_rows_after_it_in_its_chunk(tmp_path):
+    """Of a tar whose index gives the place of the next chunk; in one pass as after a restart."""
+    pairs = [((f"{i}.png", noise_png(i)), (f"{i}.txt", b"x")) for i in range(12)]
+    (tmp_path / "x.tar").write_bytes(make_tar(itertools.chain.from_iterable(pairs)))
+    sources = list_sources(str(tmp_path))
+    offsets = tars.find_offsets(str(tmp_path), "x.tar", (tmp_path / "x.tar").stat().st_size)
+    with open(tmp_path / "x.tar", "r+b") as file:
+        file.seek(offsets[6])
+        file.write(b"\xff" * 512)
+    for done in ([], [0]):
+        (item,) = missing_parts(sources, make_index([(0, chunk) for chunk in done]), 4)
+        chunks = {chunk["name"]: chunk for chunk in load_chunks(item, LOADER, 4)}
+        middle, last = (chunks[part_name(0, chunk)] for chunk in (1, 2))
+        assert [key[-1] for key in middle["keys"]] in (["4"], ["4", "5"])
+        assert len(middle["keys"] + middle["bad"]) == 4 and "x.tar is damaged" in middle["bad"][-1][1]
+        assert last["keys"] == [f"x.tar:0:{row}" for row in range(8, 12)]
 
 
 def test_rows_that_cannot_be_fetched_are_loaded_again_without_the_others(web, tmp_path):
@@ -95,12 +135,12 @@ def test_rows_that_cannot_be_fetched_are_loaded_again_without_the_others(web, tm
     folder = Folder(tmp_path / "out")
     for chunk in chunks:
         folder.write(chunk["name"], to_parquet(chunk, {}))
-    index, writer = resume(folder)
-    (item,) = parts_to_complete(writer, sources, index)
-    assert item["left"] == {0: [1], 1: [7]}
+    index, _ = resume(folder)
+    (item,) = parts_to_complete(sources, index, 4)
+    assert item["is_asked"].tolist() == [True, True, False]
     web.hits.clear()
     web.down["503"] = "good"
-    again = list(load_again(item, LOADER, 4))
+    again = list(load_again(item, LOADER, 4, str(folder.location)))
     assert sorted(web.hits) == ["/503/1", "/silent/7"]
     assert [chunk["name"] for chunk in again] == [part_name(0, 0), part_name(0, 1)]
     assert [(chunk["keys"], len(chunk["later"])) for chunk in again] == [(["x.parquet:0:1"], 0), ([], 1)]
