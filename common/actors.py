@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from common.board import RemoteBoard, board_on_ray
@@ -77,6 +78,7 @@ def _on_ray(
     insecure_cluster=False,
     cpus_per_worker=None,
     gpus_per_worker=None,
+    accelerator_type=None,
     max_failures=3,
     start_timeout=1800,
 ):
@@ -86,8 +88,8 @@ def _on_ray(
     from ray.data import ActorPoolStrategy
     from ray.util.annotations import RayDeprecationWarning
 
-    smallest, largest = _pool_size(num_workers, nodes, len(items), gpus_per_worker)
-    cpus, gpus = share_resources(nodes, largest, cpus_per_worker, gpus_per_worker)
+    smallest, largest = _pool_size(num_workers, nodes, len(items), gpus_per_worker, accelerator_type)
+    share = share_resources(nodes, largest, cpus_per_worker, gpus_per_worker, accelerator_type)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -98,14 +100,14 @@ def _on_ray(
     if prepare is not _as_it_is:
         # These tasks use the CPUs that the actors leave, several tasks per actor on a large machine. On a machine with
         # few CPUs and no GPU the requests are equal, and Ray Data fuses both stages into the actor: fewer processes.
-        rows = rows.flat_map(_Prepare(prepare), num_cpus=min(1.0, cpus / 2))
+        rows = rows.flat_map(_Prepare(prepare), num_cpus=min(1.0, share.cpus / 2))
     if worker_class is None:
         yield from rows.iter_rows()
         return
-    asked = cpus / 2  # half of its share: Ray Data's own tasks need CPUs too, or everything waits forever
-    say_what_lacks(nodes, largest, asked, gpus)
+    asked = replace(share, cpus=share.cpus / 2)  # Ray Data's own tasks need CPUs too, or everything waits forever
+    say_what_lacks(nodes, largest, asked)
     is_watched = not nodes.is_local and threading.current_thread() is threading.main_thread()
-    watch = _watch(Waiting(1, asked, gpus), start_timeout) if is_watched else contextlib.nullcontext()
+    watch = _watch(Waiting(1, asked), start_timeout) if is_watched else contextlib.nullcontext()
     with watch as board:
         # Without a limit Ray Data restarts a dying actor forever. Ray 2.60 deprecates these two options without
         # offering a replacement yet.
@@ -113,10 +115,11 @@ def _on_ray(
             warnings.simplefilter("ignore", RayDeprecationWarning)
             rows = rows.map(
                 _Actor,
-                fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(cpus))}, board),
+                fn_constructor_args=(worker_class, {**options, "num_threads": max(1, int(share.cpus))}, board),
                 compute=ActorPoolStrategy(min_size=smallest, max_size=largest, max_tasks_in_flight_per_actor=2),
-                num_cpus=asked,
-                num_gpus=gpus,
+                num_cpus=asked.cpus,
+                num_gpus=asked.gpus,
+                **({"accelerator_type": accelerator_type} if accelerator_type else {}),
                 max_restarts=max_failures,
                 # The restarts bound these too. Until Ray notices that a node is lost, each second costs one of them.
                 max_task_retries=-1,
@@ -148,7 +151,7 @@ def _watch(waiting: Waiting, start_timeout: float) -> Iterator[Any]:
         except KeyboardInterrupt:
             if waited <= start_timeout:
                 raise
-            asked = describe(waiting.num_workers, waiting.cpus, waiting.gpus)
+            asked = describe(waiting.num_workers, waiting.share)
             raise TryAgain(
                 f"the cluster had no room for {asked} for {start_timeout:g} s: run the same command again when it has, "
                 "or pass a longer --start_timeout"
@@ -158,10 +161,10 @@ def _watch(waiting: Waiting, start_timeout: float) -> Iterator[Any]:
             thread.join()
 
 
-def _pool_size(num_workers, nodes, num_items, gpus_per_worker=None):
+def _pool_size(num_workers, nodes, num_items, gpus_per_worker=None, accelerator_type=None):
     """Return the (min, max) number of actors, by default one per GPU or else per four CPUs; at most one per item."""
     if num_workers is None:
-        num_workers = default_workers(nodes, gpus_per_worker, without_gpus=max(1, int(nodes.total("CPU")) // 4))
+        num_workers = default_workers(nodes, max(1, int(nodes.cpus) // 4), gpus_per_worker, accelerator_type)
     smallest, largest = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
     return min(smallest, num_items), min(largest, num_items)
 

@@ -211,6 +211,25 @@ def test_a_wrong_flag_ends_with_2(capsys):
         assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["gpus_per_worker", "num_workers"])
+@pytest.mark.parametrize(
+    ("name", "required"),
+    [
+        ("train", "--instance_images_dir i --instance_prompt p --prior_loss_weight 0"),
+        ("pretrain", "--data d"),
+        ("preprocess", "--input i"),
+        ("run_model", "--prompts p"),
+        ("evaluate", "--base_model_dir b --instance_images_dir i --instance_prompt p --class_prompt c"),
+    ],
+)
+def test_a_type_of_gpus_without_gpus_is_a_usage_error(name, required, flag, capsys):
+    words = f"--model_dir m --output_dir o {required} --accelerator_type A100 --{flag} 0".split()
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(name).parse_args(words)
+    assert exit_.value.code == 2
+    assert f"--accelerator_type chooses among GPUs of Ray, --{flag} 0 uses none" in capsys.readouterr().err
+
+
 def test_there_are_scripts_to_test():
     assert {"run_model", "train"} <= set(SCRIPTS)
 
@@ -250,8 +269,8 @@ RAW_FLAGS = """
 
 
 SHARED_FLAGS = """
-    debug dry_run num_workers address insecure_cluster cpus_per_worker gpus_per_worker max_failures start_timeout
-    mixed_precision model_dir output_dir overwrite
+    debug dry_run num_workers address insecure_cluster cpus_per_worker gpus_per_worker accelerator_type max_failures
+    start_timeout mixed_precision model_dir output_dir overwrite
 """
 
 
@@ -260,8 +279,8 @@ PRETRAIN_FLAGS = """
     unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs
     batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
     snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
-    checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers prefetch_batches strategy fsdp_sharding
-    guidance_scale push_to_hub hub_public
+    checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers data_loading_accelerator_type
+    prefetch_batches strategy fsdp_sharding guidance_scale push_to_hub hub_public
 """
 
 
