@@ -22,6 +22,8 @@ PLACEMENT = """
     address insecure_cluster cpus_per_worker gpus_per_worker accelerator_type max_failures start_timeout
 """.split()  # noqa: SIM905
 
+MOST_FAILURES = 10  # in a row, for --max_failures -1: nothing is tried again without a bound
+
 
 def run(main: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> NoReturn:
     """Call `main(args)` and exit with 0, or with an error's exit code and one line on stderr."""
@@ -144,8 +146,12 @@ def add_compute_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--accelerator_type", metavar="TYPE", help=help_text)
     help_text = "seconds to wait for a cluster to hold the workers before the run ends with exit code 75"
     group.add_argument("--start_timeout", type=positive_float, default=1800, help=help_text)
-    help_text = "number of times a worker that died is restarted before the run ends with exit code 4"
-    group.add_argument("--max_failures", type=non_negative_int, default=3, help=help_text)
+    help_text = (
+        "number of times in a row, without progress in between, that a worker that died is restarted before the "
+    )
+    help_text += "run ends with exit code 4; progress is a newer checkpoint in training, else a result of the worker; "
+    help_text += f"-1: {MOST_FAILURES}"
+    group.add_argument("--max_failures", type=failures, default=3, help=help_text)
     group.add_argument(
         "--mixed_precision",
         choices=("auto", "no", "bf16", "fp16"),
@@ -190,6 +196,12 @@ def positive_int(text: str) -> int:
 def non_negative_int(text: str) -> int:
     """Parse a flag's value as an int of at least 0."""
     return _at_least(int, text, 0)
+
+
+def failures(text: str) -> int:
+    """Parse a number of failures in a row: an int of at least 0, or -1 for MOST_FAILURES."""
+    value = _at_least(int, text, -1)
+    return MOST_FAILURES if value == -1 else value
 
 
 def non_negative_float(text: str) -> float:

@@ -32,6 +32,7 @@ from common.errors import (
 from common.messages import say
 from common.nodes import Nodes, Share, Waiting, say_what_lacks, share_resources
 from common.storage import Folder, is_remote
+from training.checkpoints import newest_step
 from training.following import show
 from training.task import Task
 from training.work_folder import RAY
@@ -111,9 +112,9 @@ def check_whole_gpus(num_workers: int, gpus_per_worker: float) -> None:
 class Plan:
     """What stays the same however often the workers are started.
 
-    share: of a worker. signals: filled when the run shall save and stop. max_failures: losses after which
-    the workers start again. start_timeout: seconds that they may take to start. address, insecure_cluster: arguments of
-    start_ray.
+    share: of a worker. signals: filled when the run shall save and stop. max_failures: losses in a row, without a new
+    checkpoint in between, after which the workers start again. start_timeout: seconds that they may take to start.
+    address, insecure_cluster: arguments of start_ray.
     """
 
     task: Task
@@ -176,7 +177,7 @@ def _until_done(attempt: Callable[..., dict], plan: Plan) -> dict[str, Any]:
     Ray Train would start the workers again after either, for a photo that cannot be read as for a node that is lost;
     and when nodes join or leave it would end the workers without saving. So it is told to do neither.
     """
-    failures = idle = 0
+    failures, idle, newest = 0, 0, newest_step(plan.task.output.work_dir)
     sizes = possible_sizes(plan.task)
     limit = sizes[0]
     while True:
@@ -194,7 +195,8 @@ def _until_done(attempt: Callable[..., dict], plan: Plan) -> dict[str, Any]:
                 limit = smaller[0]
                 say(f"no room for {size} workers: trying {limit}")
                 continue
-            failures += 1
+            reached = newest_step(plan.task.output.work_dir)
+            failures, newest = 1 if reached > newest else failures + 1, max(newest, reached)
             _check_loss(error, failures > plan.max_failures)
             if nodes.is_local:
                 _end_dead_controller(error, plan)

@@ -174,6 +174,7 @@ def test_a_signal_becomes_a_request_to_stop(capsys):
     [
         (cli.positive_int, {"1": 1, "20": 20}, ["0", "-1", "1.5", "x", "", "inf"]),
         (cli.non_negative_int, {"0": 0, "7": 7}, ["-1", "0.5", "x", "nan"]),
+        (cli.failures, {"0": 0, "7": 7, "-1": cli.MOST_FAILURES}, ["-2", "0.5", "x"]),
         (cli.non_negative_float, {"0": 0, "0.5": 0.5, "1e-6": 1e-6}, ["-0.1", "nan", "inf", "x"]),
         (cli.positive_float, {"0.5": 0.5, "5e-6": 5e-6}, ["0", "0.0", "-1", "nan", "inf", "x"]),
     ],

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 from conftest import make_task
 
-from common import board, errors
+from common import board, cli, errors
 from common.nodes import Nodes, Share
-from training import launch
+from training import checkpoints, launch
 
 
 def test_a_run_here_shows_its_log(tmp_path, capsys):
@@ -292,6 +292,45 @@ def test_a_lost_node_is_a_failure_of_its_own_kind(attempts, tmp_path, capsys):
     with pytest.raises(ActorDiedError) as caught:
         attempts(make_task(tmp_path, num_workers=2), [lost, lost])
     assert errors.describe_error(caught.value)[0] == errors.TryAgain.exit_code
+
+
+@pytest.fixture
+def losses(attempts, tmp_path, monkeypatch):
+    """Return a function that calls _until_done with losses, before each of which there is a checkpoint of a step."""
+
+    def run(steps, max_failures):
+        task, seen = make_task(tmp_path, num_workers=2), iter([0, *steps])
+        monkeypatch.setattr(launch, "newest_step", lambda work_dir: next(seen))
+        lost = [errors.NodeLost(f"loss {number}") for number, _ in enumerate(steps, 1)]
+        return attempts(task, [*lost, result(1, False)], max_failures)
+
+    return run
+
+
+def test_failures_are_counted_anew_after_each_new_checkpoint(losses):
+    assert len(losses([100 * step for step in range(1, 30)], 1)[1]) == 30
+    assert len(losses([100, 100, 200, 200, 300, 300], 2)[1]) == 7
+    with pytest.raises(errors.NodeLost, match="loss 3"):
+        losses([100, 200, 200, 300], 1)
+    with pytest.raises(errors.NodeLost, match="loss 1"):
+        losses([100], 0)
+
+
+def test_failures_without_progress_end_a_run_without_a_limit_too(losses):
+    without = cli.failures("-1")
+    with pytest.raises(errors.NodeLost, match="loss 14"):
+        losses([100, 200, 300, 400, *[400] * 30], without)
+    assert len(losses([100, 200, 300, 400, *[400] * 9, 500], without)[1]) == 15
+
+
+def test_a_store_that_does_not_answer_shows_no_progress(attempts, tmp_path, monkeypatch):
+    def away(work_dir):
+        raise errors.Away("s3://b/x does not answer")
+
+    monkeypatch.setattr(checkpoints, "list_checkpoints", away)
+    lost = [errors.NodeLost("loss 1"), errors.NodeLost("loss 2")]
+    with pytest.raises(errors.NodeLost, match="loss 2"):
+        attempts(make_task(tmp_path, num_workers=2), lost)
 
 
 def test_a_store_that_stays_away_is_a_failure_to_start_again_from(attempts, tmp_path, capsys):
