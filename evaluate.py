@@ -64,7 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     workers_help = "drawing and embedding actors: N, or MIN:MAX; 0: this process; default: one per GPU or per four CPUs"
     group.add_argument("--num_workers", type=cli.pool_size, help=workers_help)
     cli.add_compute_flags(group)
-    args = parser.parse_args(argv)
+    args = cli.parse(parser, argv)
     check_subject_flags(parser, args, (*IMAGES_DIRS, "instance_prompt", "class_prompt"))
     if args.dino_model == "none" and any(name == "subject_dino" for name, _ in args.fail_under):
         parser.error("--fail_under subject_dino cannot be checked with --dino_model none: remove one of them")

@@ -67,7 +67,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     workers_help = "encoding actors: N, or MIN:MAX; 0: encode in this process; default: one per GPU or per four CPUs"
     group.add_argument("--num_workers", type=cli.pool_size, help=workers_help)
     cli.add_compute_flags(group)
-    return parser.parse_args(argv)
+    return cli.parse(parser, argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import utils
 from common import cli, folders, targets
-from common.cluster import start_ray
 from common.errors import BadInput
 from common.messages import say
 from common.objects import local_copy, uris_in_errors
@@ -29,10 +28,10 @@ from pipelines.families import find_family
 from pipelines.model_folder import check_model, count_weights
 from pipelines.upload import add_hub_flags, check_hub_flags
 from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
-from pretraining.inputs import add_data_flags, add_loading_flags, add_model_flags, open_data
+from pretraining.inputs import add_data_flags, add_loading_flags, add_model_flags, check_loading_flags, open_data
 from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
-from pretraining.resources import share_with_loaders
+from pretraining.resources import loading_pool
 from pretraining.streams import Order, count_streams
 from training import checkpoints, driver, estimate, flags, launch, loop, parallel, resuming
 from training.inputs import check_inputs
@@ -62,11 +61,10 @@ def parse_args(argv=None):
     add_loading_flags(group)
     add_strategy_flags(group)
     cli.add_compute_flags(group)
-    args = parser.parse_args(argv)
+    args = cli.parse(parser, argv)
     flags.check_schedule(parser, args)
     check_hub_flags(parser, args)
-    if args.online and args.prescaled_latents:
-        parser.error("--prescaled_latents describes latents, but --online reads images: use only one of them")
+    check_loading_flags(parser, args)
     if args.unet_config and args.init_from_pretrained:
         parser.error("--unet_config makes a new UNet, --init_from_pretrained loads the model's: use only one of them")
     return args
@@ -304,12 +302,7 @@ def train(args, settings, data, steps, num_workers, owner):
     if "num_streams" not in settings:
         say("warning: an older version began this run: in this epoch some rows may be used twice, or not at all")
     smallest, largest = driver.bounds(num_workers)
-    count = int(args.online) if args.num_data_loading_workers is None else args.num_data_loading_workers
-    pool = {"num_workers": 0}
-    if num_workers and count:
-        nodes = start_ray(args.address, args.insecure_cluster, launch.TRAINER)
-        pool = share_with_loaders(nodes, largest, count, args.online, args.gpus_per_worker)
-        pool |= {"max_failures": args.max_failures, "address": nodes.address}
+    pool = loading_pool(args, largest, launch.TRAINER)
     learned = {"unet": settings["unet"], "rows_per_step": settings["rows_per_step"], "data": asdict(data), "pool": pool}
     task = PretrainTask(
         output=from_flags(Output, args, model_dir=args.model_location, settings=settings, owner=owner),

@@ -15,6 +15,7 @@ from common.cli import (
     add_shared_flags,
     check_text,
     make_parser,
+    parse,
     placement,
     pool_size,
     positive_int,
@@ -65,7 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="number of Ray actors: N or MIN:MAX; 0 runs in this process; default: one per GPU, else one per four CPUs",
     )
     add_compute_flags(group)
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     if not args.prompts and not args.prompts_file:
         parser.error("pass --prompts or --prompts_file")
     return args

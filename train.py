@@ -68,7 +68,7 @@ def parse_args(argv=None):
     num_workers = "Ray Train workers: N, or MIN:MAX as nodes come and go; 0: this process; default: one per GPU, or 1"
     group.add_argument("--num_workers", type=cli.pool_size, help=num_workers)
     cli.add_compute_flags(group)
-    args = parser.parse_args(argv)
+    args = cli.parse(parser, argv)
     flags.check_schedule(parser, args)
     flags.check_lora(parser, args)
     check_hub_flags(parser, args)

@@ -16,13 +16,14 @@ BEAT_EVERY = 0.5  # seconds between two signs of life of a worker
 
 
 class Board:
-    """Messages for the user, the newest line of the log, the last sign of life, and whether the run shall stop."""
+    """Messages for the user, the newest line of the log, signs of life, deaths, and whether the run shall stop."""
 
     def __init__(self) -> None:
         self._messages: list[str] = []
         self._line: dict[str, Any] | None = None
         self._beat: float | None = None
         self._is_to_stop = False
+        self._deaths: dict[str, int] = {}
 
     def tell(self, message: str) -> None:
         """Add a message for the user."""
@@ -42,6 +43,15 @@ class Board:
         silence = None if self._beat is None else time.monotonic() - self._beat
         return self._messages[num_seen:], self._line, silence
 
+    def begin_again(self, name: str) -> int:
+        """Note that a worker begins again after it died; return how often it has since it had a result."""
+        self._deaths[name] = self._deaths.get(name, 0) + 1
+        return self._deaths[name]
+
+    def has_result(self, name: str) -> None:
+        """Note that a worker that has begun again has a result."""
+        self._deaths.pop(name, None)
+
     def ask_to_stop(self) -> None:
         """Ask the workers to save and stop."""
         self._is_to_stop = True
@@ -52,7 +62,7 @@ class Board:
 
 
 class RemoteBoard:
-    """The Board of an actor, as a process on Ray uses it; no call waits, except `news`.
+    """The Board of an actor, as a process on Ray uses it; no call waits, except `news` and `begin_again`.
 
     beats: whether this is a worker, which gives signs of life from a thread of its own and learns there of a request to
     stop.
@@ -83,6 +93,14 @@ class RemoteBoard:
         import ray
 
         return ray.get(self.actor.news.remote(num_seen))
+
+    def begin_again(self, name: str) -> int:
+        import ray
+
+        return ray.get(self.actor.begin_again.remote(name))
+
+    def has_result(self, name: str) -> None:
+        self.actor.has_result.remote(name)
 
     def ask_to_stop(self) -> None:
         self.actor.ask_to_stop.remote()
@@ -117,3 +135,11 @@ def board_on_ray() -> Iterator[RemoteBoard]:
         yield RemoteBoard(actor)
     finally:
         ray.kill(actor)
+
+
+def local_board() -> RemoteBoard:
+    """Return the board of the actors of a local Ray: the first one to ask for it starts it, it ends with that Ray."""
+    import ray
+
+    options = {"name": "board", "get_if_exists": True, "lifetime": "detached", "num_cpus": 0}
+    return RemoteBoard(ray.remote(Board).options(**options).remote())

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from common.errors import BadInput, Stopped, Terminated, describe_error
@@ -18,7 +18,11 @@ from common.objects import uris_in_errors
 from common.storage import absolute
 from common.uris import shown
 
-PLACEMENT = ("address", "insecure_cluster", "cpus_per_worker", "gpus_per_worker", "max_failures", "start_timeout")
+PLACEMENT = """
+    address insecure_cluster cpus_per_worker gpus_per_worker accelerator_type max_failures start_timeout
+""".split()  # noqa: SIM905
+
+MOST_FAILURES = 10  # in a row, for --max_failures -1: nothing is tried again without a bound
 
 
 def run(main: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> NoReturn:
@@ -138,16 +142,31 @@ def add_compute_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cpus_per_worker", type=positive_float, help=help_text)
     help_text = "GPUs per worker; default: 1 if there are GPUs, else 0; required on a cluster without GPUs at present"
     group.add_argument("--gpus_per_worker", type=non_negative_float, help=help_text)
+    help_text = "type of the GPUs that workers are placed on, as Ray names it, such as A10G or A100; default: any"
+    group.add_argument("--accelerator_type", metavar="TYPE", help=help_text)
     help_text = "seconds to wait for a cluster to hold the workers before the run ends with exit code 75"
     group.add_argument("--start_timeout", type=positive_float, default=1800, help=help_text)
-    help_text = "number of times a worker that died is restarted before the run ends with exit code 4"
-    group.add_argument("--max_failures", type=non_negative_int, default=3, help=help_text)
+    help_text = (
+        "number of times in a row, without progress in between, that a worker that died is restarted before the "
+    )
+    help_text += "run ends with exit code 4; progress is a newer checkpoint in training, else a result of the worker; "
+    help_text += f"-1: {MOST_FAILURES}"
+    group.add_argument("--max_failures", type=failures, default=3, help=help_text)
     group.add_argument(
         "--mixed_precision",
         choices=("auto", "no", "bf16", "fp16"),
         default="auto",
         help="data type to compute in; auto: bf16 on a GPU (fp16 if it lacks bf16 units), fp32 on a CPU",
     )
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line of a script with compute flags, which end with a usage error if they do not fit."""
+    args = parser.parse_args(argv)
+    for flag in ("gpus_per_worker", "num_workers"):
+        if args.accelerator_type and getattr(args, flag) == 0:
+            parser.error(f"--accelerator_type chooses among GPUs of Ray, --{flag} 0 uses none: use only one of them")
+    return args
 
 
 def make_absolute(args: argparse.Namespace, *names: str) -> None:
@@ -177,6 +196,12 @@ def positive_int(text: str) -> int:
 def non_negative_int(text: str) -> int:
     """Parse a flag's value as an int of at least 0."""
     return _at_least(int, text, 0)
+
+
+def failures(text: str) -> int:
+    """Parse a number of failures in a row: an int of at least 0, or -1 for MOST_FAILURES."""
+    value = _at_least(int, text, -1)
+    return MOST_FAILURES if value == -1 else value
 
 
 def non_negative_float(text: str) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import BadInput, TryAgain
-from common.nodes import Nodes
+from common.nodes import Nodes, nodes_up
 
 OLDEST_RAY = (2, 60)
 TOKEN_REMEDY = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
@@ -61,10 +61,8 @@ def start_ray(address: str | None = None, insecure_cluster: bool = False, module
 
 def list_nodes(address: str | None = None) -> Nodes:
     """Return the nodes of the Ray that start_ray(address) has started or joined, as they are now."""
-    import ray
-
     address = _full_address(address)
-    return Nodes(tuple(node["Resources"] for node in ray.nodes() if node["Alive"]), is_local(address), address)
+    return nodes_up(is_local(address), address)
 
 
 def _code_for_workers() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 NODE_DIED = re.compile(r"node.{0,80} (has )?died|node (was|has been) (terminated|preempted|marked dead)", re.DOTALL)
+MEMORY = "usually the system killed it because memory ran out"
 WORKER_DIED = ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError")  # Ray's exceptions
 
 
@@ -113,7 +114,7 @@ def as_tool_error(error: BaseException) -> ToolError | None:
     if type(error).__name__ in WORKER_DIED and NODE_DIED.search(str(error)):
         return NodeLost("a node of the cluster was lost: run the same command again to continue")
     if type(error).__name__ in WORKER_DIED and not getattr(error, "actor_init_failed", False):
-        return WorkerDied("a worker process died; usually the system killed it because memory ran out")
+        return WorkerDied(f"a worker process died; {MEMORY}")
     return None
 
 

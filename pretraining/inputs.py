@@ -42,8 +42,29 @@ def add_loading_flags(group: argparse._ArgumentGroup) -> None:
     loading_workers = "number of actors per worker that read data, or encode it with --online; 0 reads in a thread of "
     loading_workers += "the worker and encodes in the worker; default: 1 with --online, else 0"
     group.add_argument("--num_data_loading_workers", type=cli.non_negative_int, help=loading_workers)
+    kind = "type of the GPUs that data-loading actors encode on with --online, such as A10G; default: that of the "
+    kind += "training workers, --accelerator_type"
+    group.add_argument("--data_loading_accelerator_type", metavar="TYPE", help=kind)
     prefetch = "number of batches that a worker makes before they are needed"
     group.add_argument("--prefetch_batches", type=cli.positive_int, default=4, help=prefetch)
+
+
+def check_loading_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a usage error if flags of the data do not fit together."""
+    if args.online and args.prescaled_latents:
+        parser.error("--prescaled_latents describes latents, but --online reads images: use only one of them")
+    if not args.data_loading_accelerator_type:
+        return
+    if not args.online or args.num_data_loading_workers == 0:
+        parser.error(
+            "--data_loading_accelerator_type is for actors that encode: pass --online, and no "
+            "--num_data_loading_workers 0"
+        )
+    if args.accelerator_type in (None, args.data_loading_accelerator_type):
+        parser.error(
+            "--data_loading_accelerator_type keeps GPUs from the training workers: pass another type as "
+            "--accelerator_type"
+        )
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,8 @@
 Each node has CPUs, temporary folder and cache of its own. `python tests/nodes.py FOLDER CPUS...` starts a head and
 other nodes and prints the address; then each line is an order: `add CPUS`, or one about a node that runs a process of
 that name and is not the head: `kill NAME` ends it as a power cut does, `drain NAME` gives notice that it will be taken
-away. `Nodes` is such a process, `begin` and `end` run scripts that join it.
+away. `2:A10G` in place of CPUS is a node of 2 CPUs and of a GPU that is not there. `Nodes` is such a process, `begin`
+and `end` run scripts that join it.
 """
 
 import io
@@ -118,11 +119,13 @@ def _pixels(data):
 # The process of the cluster
 
 
-def _start(cluster, folder, number, cpus):
+def _start(cluster, folder, number, words):
+    cpus, _, kind = words.partition(":")
+    gpu = {"num_gpus": 1, "resources": {f"accelerator_type:{kind}": 1}} if kind else {}
     home = Path(folder, f"node-{number}")
     (home / "tmp").mkdir(parents=True)
     own = {"TMPDIR": str(home / "tmp"), "DREAMBOOTH_CACHE": str(home / "cache")}
-    return cluster.add_node(num_cpus=float(cpus), env_vars={**os.environ, **own}, include_dashboard=False)
+    return cluster.add_node(num_cpus=float(cpus), **gpu, env_vars={**os.environ, **own}, include_dashboard=False)
 
 
 def _runs(node, name):

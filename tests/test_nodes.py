@@ -5,9 +5,10 @@ import subprocess
 
 import psutil
 import pytest
+from conftest import make_raw_data
 from nodes import ROOT, Nodes, assert_equal_images, begin, end, read_log, train_words, variables, wait_until
 
-from common import stores
+from common import objects, stores
 from evaluate import DRAWN
 
 pytestmark = pytest.mark.ray
@@ -36,6 +37,15 @@ def test_a_share_is_of_a_node_and_one_item_needs_no_half_of_the_cluster(nodes, s
     code, result, said = end(begin("run_model.py", nodes, tmp_path, *words), tmp_path)
     assert (code, result and result["drawn"]) == (0, 4), said
     assert sum(name.endswith(".png") for name in stores.Store(store("drawn")).list()) == 4
+
+
+@pytest.mark.faults  # a minute
+def test_actors_of_the_cluster_encode_for_a_training_worker(nodes, store, tmp_path):
+    objects.upload_folder(make_raw_data(tmp_path / "raw", 20), store("raw"))
+    words = ["--model_dir", store("model"), "--data", store("raw"), "--output_dir", store("base"), "--online"]
+    words += ["--max_steps", "4", "--batch_size_per_worker", "4", "--rows_per_file", "10", "--gpus_per_worker", "0"]
+    code, result, said = end(begin("pretrain.py", nodes, tmp_path, *words, "--num_workers", "1"), tmp_path)
+    assert code == 0 and result["trained"] == 4, said
 
 
 @pytest.mark.faults  # minutes

@@ -126,6 +126,9 @@ def test_what_is_in_the_way_is_not_touched(refused, command):
         {"num_workers": -1},
         {"max_steps": 0},
         {"data": None},
+        {"accelerator_type": "A100", "data_loading_accelerator_type": "A10G"},
+        {"accelerator_type": "A100", "data_loading_accelerator_type": "A100", "online": True},
+        {"data_loading_accelerator_type": "A10G", "online": True},
     ],
 )
 def test_usage_errors(command, flags):

@@ -220,8 +220,10 @@ def test_prompts_share_batches(draw, drawn):
 def test_the_pool_is_as_asked_for(draw, monkeypatch, text, size):
     asked = {}
     monkeypatch.setattr(drawing, "map_on_actors", lambda *args, **pool: asked.update(pool) or [])
-    draw("--num_workers", text, "--address", "ray://x:1", "--cpus_per_worker", 0.5, "--gpus_per_worker", 0.25)
+    words = ["--address", "ray://x:1", "--cpus_per_worker", 0.5, "--gpus_per_worker", 0.25, "--accelerator_type", "L4"]
+    draw("--num_workers", text, *words)
     place = {"address": "ray://x:1", "insecure_cluster": False, "cpus_per_worker": 0.5, "gpus_per_worker": 0.25}
+    place["accelerator_type"] = "L4"
     assert asked == {"num_workers": size, "max_failures": 3, "start_timeout": 1800, **place}
 
 

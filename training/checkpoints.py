@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import folders, objects, targets
-from common.errors import CheckFailed
+from common.errors import Away, CheckFailed
 from common.messages import say
 from common.objects import local_copy
 from common.storage import is_remote, split
@@ -66,6 +66,13 @@ def newest_checkpoint(work_dir: str | Path) -> tuple[int, Path | None]:
             return step, Path(location)
         say(f"warning: {location} is damaged: using the checkpoint before it")
     return 0, None
+
+
+def newest_step(work_dir: str | Path) -> int:
+    """Return the step of the newest whole checkpoint; 0 if there is none, or if the store does not answer now."""
+    with contextlib.suppress(Away):
+        return max((step for step, _ in list_checkpoints(work_dir)), default=0)
+    return 0
 
 
 @dataclass(frozen=True)

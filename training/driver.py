@@ -44,7 +44,7 @@ def run_training(
     num_workers = resuming.recorded_workers(args.work_dir) if args.num_workers is None else args.num_workers
     if num_workers is None:
         nodes = start_ray(args.address, args.insecure_cluster, TRAINER)
-        num_workers = default_workers(nodes, args.gpus_per_worker, without_gpus=1)
+        num_workers = default_workers(nodes, 1, args.gpus_per_worker, args.accelerator_type)
     steps = plan_steps(num_workers)
     if not args.lr_scheduler.startswith("constant"):
         settings["max_train_steps"] = steps  # the learning rate depends on the last step

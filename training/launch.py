@@ -30,8 +30,9 @@ from common.errors import (
     describe_error,
 )
 from common.messages import say
-from common.nodes import Nodes, Waiting, say_what_lacks, share_resources
+from common.nodes import Nodes, Share, Waiting, say_what_lacks, share_resources
 from common.storage import Folder, is_remote
+from training.checkpoints import newest_step
 from training.following import show
 from training.task import Task
 from training.work_folder import RAY
@@ -73,18 +74,20 @@ def _run_on_ray(
     insecure_cluster: bool = False,
     cpus_per_worker: float | None = None,
     gpus_per_worker: float | None = None,
+    accelerator_type: str | None = None,
     max_failures: int = 0,
     start_timeout: float = 60,
 ) -> dict[str, Any]:
     """Train with Ray Train; has_loaders: actors that read the workers' data take half of their CPUs."""
     nodes = start_ray(address, insecure_cluster, TRAINER)
     end_idle_actors(address)
-    cpus, gpus = share_resources(nodes, task.compute.num_workers, cpus_per_worker, gpus_per_worker)
-    check_whole_gpus(task.compute.num_workers, gpus)
-    compute = replace(task.compute, num_threads=max(1, int(cpus)), is_on_cluster=not nodes.is_local)
+    share = share_resources(nodes, task.compute.num_workers, cpus_per_worker, gpus_per_worker, accelerator_type)
+    check_whole_gpus(task.compute.num_workers, share.gpus)
+    compute = replace(task.compute, num_threads=max(1, int(share.cpus)), is_on_cluster=not nodes.is_local)
     task = replace(task, compute=compute)
-    share = cpus / 2 if has_loaders else cpus, gpus
-    say_what_lacks(nodes, task.compute.num_workers, *share)
+    if has_loaders:
+        share = replace(share, cpus=share.cpus / 2)
+    say_what_lacks(nodes, task.compute.num_workers, share)
 
     def attempt(size: int, timeout: float, has_grown: Callable[[], bool] | None) -> dict[str, Any]:
         if not nodes.is_local:
@@ -109,13 +112,13 @@ def check_whole_gpus(num_workers: int, gpus_per_worker: float) -> None:
 class Plan:
     """What stays the same however often the workers are started.
 
-    share: CPUs and GPUs of a worker. signals: filled when the run shall save and stop. max_failures: losses after which
-    the workers start again. start_timeout: seconds that they may take to start. address, insecure_cluster: arguments of
-    start_ray.
+    share: of a worker. signals: filled when the run shall save and stop. max_failures: losses in a row, without a new
+    checkpoint in between, after which the workers start again. start_timeout: seconds that they may take to start.
+    address, insecure_cluster: arguments of start_ray.
     """
 
     task: Task
-    share: tuple[float, float]
+    share: Share
     signals: list[int]
     max_failures: int
     start_timeout: float
@@ -145,9 +148,9 @@ def with_workers(task: Task, size: int) -> Task:
     return replace(task, schedule=schedule, compute=replace(task.compute, num_workers=size))
 
 
-def choose_size(sizes: list[int], nodes: Nodes, share: tuple[float, float]) -> int:
+def choose_size(sizes: list[int], nodes: Nodes, share: Share) -> int:
     """Return the largest number of workers that the nodes have room for, or else the smallest, to wait for."""
-    room = nodes.room(*share)
+    room = nodes.room(share)
     return next((size for size in sizes if size <= room), sizes[-1])
 
 
@@ -174,7 +177,7 @@ def _until_done(attempt: Callable[..., dict], plan: Plan) -> dict[str, Any]:
     Ray Train would start the workers again after either, for a photo that cannot be read as for a node that is lost;
     and when nodes join or leave it would end the workers without saving. So it is told to do neither.
     """
-    failures = idle = 0
+    failures, idle, newest = 0, 0, newest_step(plan.task.output.work_dir)
     sizes = possible_sizes(plan.task)
     limit = sizes[0]
     while True:
@@ -192,7 +195,8 @@ def _until_done(attempt: Callable[..., dict], plan: Plan) -> dict[str, Any]:
                 limit = smaller[0]
                 say(f"no room for {size} workers: trying {limit}")
                 continue
-            failures += 1
+            reached = newest_step(plan.task.output.work_dir)
+            failures, newest = 1 if reached > newest else failures + 1, max(newest, reached)
             _check_loss(error, failures > plan.max_failures)
             if nodes.is_local:
                 _end_dead_controller(error, plan)
@@ -258,15 +262,15 @@ def _attempt(
     train_loop: Callable[[dict], dict],
     task: Task,
     signals: list[int],
-    share: tuple[float, float],
+    share: Share,
     is_local: bool,
     has_grown: Callable[[], bool] | None,
 ) -> dict[str, Any]:
     """Train on Ray once, and show what the workers tell."""
-    waiting = None if is_local else Waiting(task.compute.num_workers, *share)
+    waiting = None if is_local else Waiting(task.compute.num_workers, share)
     with board_on_ray() as board, ThreadPoolExecutor(1) as pool:  # another thread: in this one Ray takes SIGINT
         loop = partial(tell_driver, train_loop, board.actor)
-        fit = partial(_fit, loop, asdict(task), _storage_path(task), task.compute.num_workers, *share, is_local)
+        fit = partial(_fit, loop, asdict(task), _storage_path(task), task.compute.num_workers, share, is_local)
         return show(lambda: pool.submit(fit).result(), board, task, signals, waiting, has_grown)
 
 
@@ -275,8 +279,7 @@ def _fit(
     config: dict,
     storage_path: str,
     num_workers: int,
-    cpus: float,
-    gpus: float,
+    share: Share,
     is_alone: bool,
 ) -> dict[str, Any]:
     """Train on Ray once and return what rank 0 returns; is_alone: on a local Ray of this process."""
@@ -286,7 +289,10 @@ def _fit(
     if not is_remote(storage_path):
         shutil.rmtree(storage_path, ignore_errors=True)
     scaling_config = ScalingConfig(
-        num_workers=num_workers, use_gpu=gpus > 0, resources_per_worker={"CPU": cpus, "GPU": gpus}
+        num_workers=num_workers,
+        use_gpu=share.gpus > 0,
+        resources_per_worker={"CPU": share.cpus, "GPU": share.gpus},
+        accelerator_type=share.accelerator_type,
     )
     # A new name each time: our checkpoints decide where a run continues, not Ray's record of it.
     run_config = RunConfig(

@@ -6,12 +6,11 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
-import ray
-import ray.data
 
-from common import actors, errors, messages
+from common import actors, errors, messages, nodes
 from common.nodes import Nodes
 
 
@@ -108,11 +107,31 @@ def test_an_actor_that_dies_each_time_is_given_up(ray_session, tmp_path, when):
             self.die("called")
             return {}
 
-    with pytest.raises(ray.exceptions.ActorDiedError) as caught:
+    with pytest.raises(errors.WorkerDied) as caught:
         list(actors.map_on_actors(Mortal, {}, [{}, {}], 1, max_failures=1))
     code, message = errors.describe_error(caught.value)
-    assert code == 4 and "a worker process died; usually the system killed it because memory ran out" in message
+    assert code == 4 and "a worker process died 2 times without a result in between; usually" in message
     assert len(list(tmp_path.glob("*.born"))) == 2
+
+
+@pytest.mark.ray
+def test_an_actor_may_die_more_often_if_it_has_results_in_between(ray_session, tmp_path):
+    class Mortal:
+        """A worker that dies of each third item, once."""
+
+        def __init__(self, num_threads):
+            pass
+
+        def __call__(self, item):
+            cause = tmp_path / f"{item['number']}.died"
+            if item["number"] % 3 == 2 and not cause.exists():
+                cause.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return item
+
+    results = list(actors.map_on_actors(Mortal, {}, [{"number": i} for i in range(12)], 1, max_failures=1))
+    assert sorted(result["number"] for result in results) == list(range(12))
+    assert len(list(tmp_path.glob("*.died"))) == 4
 
 
 @pytest.mark.ray
@@ -161,3 +180,36 @@ def test_an_actor_computes_in_one_thread_wherever_it_is_called():
         results = [actor(EMPTY_ROW), other.submit(actor, EMPTY_ROW).result()]
     seen = [pickle.loads(result["bytes"])[0] for result in results]
     assert len({each[name] for each in seen for name in each}) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Waiting for room
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Return a function that yields rows as _watch does on a cluster where no actor is alive for 0.2 seconds."""
+    monkeypatch.setattr(actors, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(nodes, "SAY_AFTER", 99)
+    waiting = nodes.Waiting(1, nodes.Share(1.0, 1.0, "A10G"), is_group=False)
+    board = SimpleNamespace(news=lambda: ([], None, None))
+    return lambda rows: list(actors._watch(rows, board, waiting, 0.2))
+
+
+def test_a_loader_in_a_thread_waits_for_room_and_gives_up(watch):
+    """Only the main thread can be interrupted, and training workers load their data in another one."""
+    never = threading.Event()
+
+    def rows():
+        yield 1
+        never.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(watch, [1, 2, 3]).result() == [1, 2, 3]
+        with pytest.raises(
+            errors.TryAgain, match=r"no room for 1 worker of 1 CPU and 1 GPU of the type A10G for 0\.2 s"
+        ):
+            pool.submit(watch, rows()).result()
+    with pytest.raises(errors.TryAgain, match="no room for 1 worker"):
+        watch(rows())
+    never.set()

@@ -174,6 +174,7 @@ def test_a_signal_becomes_a_request_to_stop(capsys):
     [
         (cli.positive_int, {"1": 1, "20": 20}, ["0", "-1", "1.5", "x", "", "inf"]),
         (cli.non_negative_int, {"0": 0, "7": 7}, ["-1", "0.5", "x", "nan"]),
+        (cli.failures, {"0": 0, "7": 7, "-1": cli.MOST_FAILURES}, ["-2", "0.5", "x"]),
         (cli.non_negative_float, {"0": 0, "0.5": 0.5, "1e-6": 1e-6}, ["-0.1", "nan", "inf", "x"]),
         (cli.positive_float, {"0.5": 0.5, "5e-6": 5e-6}, ["0", "0.0", "-1", "nan", "inf", "x"]),
     ],
@@ -209,6 +210,25 @@ def test_a_wrong_flag_ends_with_2(capsys):
             make_example_parser().parse_args(arguments)
         assert exit_.value.code == 2
         assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["gpus_per_worker", "num_workers"])
+@pytest.mark.parametrize(
+    ("name", "required"),
+    [
+        ("train", "--instance_images_dir i --instance_prompt p --prior_loss_weight 0"),
+        ("pretrain", "--data d"),
+        ("preprocess", "--input i"),
+        ("run_model", "--prompts p"),
+        ("evaluate", "--base_model_dir b --instance_images_dir i --instance_prompt p --class_prompt c"),
+    ],
+)
+def test_a_type_of_gpus_without_gpus_is_a_usage_error(name, required, flag, capsys):
+    words = f"--model_dir m --output_dir o {required} --accelerator_type A100 --{flag} 0".split()
+    with pytest.raises(SystemExit) as exit_:
+        importlib.import_module(name).parse_args(words)
+    assert exit_.value.code == 2
+    assert f"--accelerator_type chooses among GPUs of Ray, --{flag} 0 uses none" in capsys.readouterr().err
 
 
 def test_there_are_scripts_to_test():
@@ -254,8 +274,8 @@ FILTERS = "where min_side max_aspect"  # pretrain.py refuses them
 
 
 SHARED_FLAGS = """
-    debug dry_run num_workers address insecure_cluster cpus_per_worker gpus_per_worker max_failures start_timeout
-    mixed_precision model_dir output_dir overwrite
+    debug dry_run num_workers address insecure_cluster cpus_per_worker gpus_per_worker accelerator_type max_failures
+    start_timeout mixed_precision model_dir output_dir overwrite
 """
 
 
@@ -264,8 +284,8 @@ PRETRAIN_FLAGS = """
     unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs
     batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
     snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
-    checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers prefetch_batches strategy fsdp_sharding
-    guidance_scale push_to_hub hub_public
+    checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers data_loading_accelerator_type
+    prefetch_batches strategy fsdp_sharding guidance_scale push_to_hub hub_public
 """
 
 

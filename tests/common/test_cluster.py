@@ -11,7 +11,7 @@ import ray
 import ray.data
 
 from common import cluster, errors
-from common.nodes import Nodes, share_resources
+from common.nodes import Nodes, Share, share_resources
 
 
 @pytest.fixture
@@ -152,13 +152,13 @@ def test_what_ray_data_leaves_behind_is_ended_and_comes_back_when_needed(ray_ses
     ],
 )
 def test_workers_share_the_cluster_evenly(resources, num_workers, flags, share):
-    assert share_resources(Nodes((resources,)), num_workers, **flags) == share
+    assert share_resources(Nodes((resources,)), num_workers, **flags) == Share(*share)
 
 
 @pytest.mark.parametrize("cpus", [1.0, 2.0, 4.0, 16.0])
 def test_an_even_share_always_fits(cpus):
     for num_workers in range(1, 64):
-        share, _ = share_resources(Nodes(({"CPU": cpus},)), num_workers)
+        share = share_resources(Nodes(({"CPU": cpus},)), num_workers).cpus
         assert 0 < share * num_workers <= cpus
         assert share >= 0.5 * cpus / num_workers
 

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 from conftest import make_task
 
-from common import board, errors
-from common.nodes import Nodes
-from training import launch
+from common import board, cli, errors
+from common.nodes import Nodes, Share
+from training import checkpoints, launch
 
 
 def test_a_run_here_shows_its_log(tmp_path, capsys):
@@ -215,12 +215,13 @@ def test_each_number_of_workers_divides_the_global_batch(tmp_path):
 @pytest.mark.parametrize(("cpus", "size"), [((8.0,), 8), ((4.0, 3.0), 4), ((1.0,) * 3, 2), ((), 2)])
 def test_as_many_workers_as_the_nodes_have_room_for(cpus, size):
     nodes = Nodes(tuple({"CPU": each} for each in cpus), is_local=False)
-    assert launch.choose_size([8, 4, 2], nodes, (1.0, 0.0)) == size
+    assert launch.choose_size([8, 4, 2], nodes, Share(1.0, 0.0)) == size
 
 
 def test_a_worker_fits_on_one_node():
     nodes = Nodes(({"CPU": 2.0, "GPU": 1.0}, {"CPU": 2.0}, {"CPU": 3.0, "GPU": 2.0}), is_local=False)
-    assert nodes.room(2, 0) == 3 and nodes.room(3, 0) == 1 and nodes.room(4, 0) == 0 and nodes.room(1, 1) == 3
+    assert nodes.room(Share(2, 0)) == 3 and nodes.room(Share(3, 0)) == 1 and nodes.room(Share(4, 0)) == 0
+    assert nodes.room(Share(1, 1)) == 3
 
 
 class WorkerGroupStartupTimeoutError(Exception):
@@ -243,7 +244,9 @@ def attempts(monkeypatch):
                 raise outcome
             return outcome
 
-        return launch._until_done(attempt, launch.Plan(task, (1.0, 0.0), [], max_failures, 99, "host:1", True)), sizes
+        return launch._until_done(
+            attempt, launch.Plan(task, Share(1.0, 0.0), [], max_failures, 99, "host:1", True)
+        ), sizes
 
     return run
 
@@ -291,6 +294,45 @@ def test_a_lost_node_is_a_failure_of_its_own_kind(attempts, tmp_path, capsys):
     assert errors.describe_error(caught.value)[0] == errors.TryAgain.exit_code
 
 
+@pytest.fixture
+def losses(attempts, tmp_path, monkeypatch):
+    """Return a function that calls _until_done with losses, before each of which there is a checkpoint of a step."""
+
+    def run(steps, max_failures):
+        task, seen = make_task(tmp_path, num_workers=2), iter([0, *steps])
+        monkeypatch.setattr(launch, "newest_step", lambda work_dir: next(seen))
+        lost = [errors.NodeLost(f"loss {number}") for number, _ in enumerate(steps, 1)]
+        return attempts(task, [*lost, result(1, False)], max_failures)
+
+    return run
+
+
+def test_failures_are_counted_anew_after_each_new_checkpoint(losses):
+    assert len(losses([100 * step for step in range(1, 30)], 1)[1]) == 30
+    assert len(losses([100, 100, 200, 200, 300, 300], 2)[1]) == 7
+    with pytest.raises(errors.NodeLost, match="loss 3"):
+        losses([100, 200, 200, 300], 1)
+    with pytest.raises(errors.NodeLost, match="loss 1"):
+        losses([100], 0)
+
+
+def test_failures_without_progress_end_a_run_without_a_limit_too(losses):
+    without = cli.failures("-1")
+    with pytest.raises(errors.NodeLost, match="loss 14"):
+        losses([100, 200, 300, 400, *[400] * 30], without)
+    assert len(losses([100, 200, 300, 400, *[400] * 9, 500], without)[1]) == 15
+
+
+def test_a_store_that_does_not_answer_shows_no_progress(attempts, tmp_path, monkeypatch):
+    def away(work_dir):
+        raise errors.Away("s3://b/x does not answer")
+
+    monkeypatch.setattr(checkpoints, "list_checkpoints", away)
+    lost = [errors.NodeLost("loss 1"), errors.NodeLost("loss 2")]
+    with pytest.raises(errors.NodeLost, match="loss 2"):
+        attempts(make_task(tmp_path, num_workers=2), lost)
+
+
 def test_a_store_that_stays_away_is_a_failure_to_start_again_from(attempts, tmp_path, capsys):
     away = errors.Away("s3://b/x does not answer (503): try again later or check the address")
     assert attempts(make_task(tmp_path, num_workers=2), [away, result(3, False)])[0]["step"] == 3
@@ -298,6 +340,18 @@ def test_a_store_that_stays_away_is_a_failure_to_start_again_from(attempts, tmp_
     assert "warning: s3://b/x does not answer (503): restarting the workers from the newest checkpoint" in said
     with pytest.raises(errors.Away):
         attempts(make_task(tmp_path, num_workers=2), [away, away])
+
+
+def test_workers_are_placed_on_gpus_of_their_type(tmp_path, trainers, monkeypatch):
+    made, _ = trainers
+    nodes = Nodes(({"CPU": 4.0, "GPU": 2.0, "accelerator_type:A100": 1.0}, {"CPU": 4.0, "GPU": 2.0}))
+    for name in ("start_ray", "list_nodes"):
+        monkeypatch.setattr(launch, name, lambda *_: nodes)
+    launch.run_workers(print, make_task(tmp_path, num_workers=2), accelerator_type="A100")
+    asked = made[0].scaling.resources_per_worker, made[0].scaling.accelerator_type
+    assert asked == ({"CPU": 4.0, "GPU": 1.0}, "A100")
+    with pytest.raises(errors.BadInput, match="--num_workers 3 of 1 GPUs each need 3, the cluster has 2"):
+        launch.run_workers(print, make_task(tmp_path, num_workers=3), accelerator_type="A100")
 
 
 def test_training_workers_do_not_share_a_gpu():
