@@ -57,7 +57,7 @@ def measure(folder, port, share, args):
     urls = [f"http://127.0.0.1:{port}/{'hang' if each else 'image'}/{row}" for row, each in enumerate(hangs)]
     pq.write_table(pa.table({"url": urls, "caption": ["a picture"] * args.rows}), Path(folder, "x.parquet"))
     (source,) = list_sources(folder)
-    item = {"source": vars(source), "number": 0, "done": []}
+    item = {"source": vars(source), "number": 0, "done": [], "written": [], "shown": []}
     loader = Loader((args.resolution,), random_crop=False, random_flip=False, seed=0, timeout=args.timeout, retries=2)
     began = time.monotonic()
     good = sum(len(chunk["keys"]) for chunk in load_chunks(item, loader, args.rows_per_file))

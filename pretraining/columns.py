@@ -51,6 +51,14 @@ def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray], part: byte
     return buffer.getvalue().to_pybytes()
 
 
+def read_keys(part: bytes) -> set[str]:
+    """Return the keys of the rows in a file of to_parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return set(pq.read_table(pa.BufferReader(part), columns=["key"])["key"].to_pylist())
+
+
 def row_number(row: Sequence[str]) -> int:
     """Return the number in its source of a row whose first value is its key."""
     return int(row[0].rpartition(":")[2])

@@ -20,6 +20,7 @@ import numpy as np
 
 from common.errors import CheckFailed
 from common.storage import Folder, join, open_parquet
+from pretraining.statistics import count_reasons
 
 PARTS_PER_FILE = 10_000
 FLUSH_EVERY = 60.0  # seconds after which new parts are in the index: a killed run has to read only later ones
@@ -38,15 +39,24 @@ def part_name(source: int, chunk: int) -> str:
     return f"part-{source:06d}-{chunk:04d}.parquet"
 
 
+def part_numbers(names: Iterable[str]) -> dict[int, list[int]]:
+    """Return {source: its chunks} of the names of parts."""
+    found: dict[int, list[int]] = {}
+    for part in filter(None, map(PART.fullmatch, names)):
+        found.setdefault(int(part[1]), []).append(int(part[2]))
+    return found
+
+
 def file_name(number: int) -> str:
     """Return the name of a file of the index; readers of a folder of Parquet files pass over names with _."""
     return f"_index-{number:05d}.parquet"
 
 
-def describe_part(name: str, data: bytes) -> Record:
-    """Return the record of a part; data: its content, of columns.to_parquet.
+def describe_part(name: str, data: bytes, **facts: Any) -> Record:
+    """Return the record of a part; data: its content, of columns.to_parquet; facts: further notes, plain values.
 
-    Its "notes" are {"bad": [[key, reason], ...], "later": likewise, "filtered": {reason: number of rows}}.
+    Its "notes" are {"bad": [[key, reason], ...], "later": likewise, "filtered": {reason: number of rows}, "reasons":
+    {general reason: number of rows in "bad" and "later"}}, and those of PartWriter, which the content does not have.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -57,10 +67,12 @@ def describe_part(name: str, data: bytes) -> Record:
         rows, written = parquet.metadata.num_rows, parquet.schema_arrow.metadata or {}
     notes = {note: json.loads(written.get(f"{note}_rows".encode(), "[]")) for note in ("bad", "later")}
     notes["filtered"] = json.loads(written.get(b"filtered_rows", "{}"))
+    if faults := notes["bad"] + notes["later"]:
+        notes["reasons"] = count_reasons(reason for _, reason in faults)
     source, chunk = map(int, found.groups())
     counts = rows, len(notes["bad"]), len(notes["later"]), sum(notes["filtered"].values())
     numbers = {"source": source, "chunk": chunk, **dict(zip(COUNTS, counts, strict=True)), "bytes": len(data)}
-    return {**numbers, "sha256": hashlib.sha256(data).hexdigest(), "notes": json.dumps(notes)}
+    return {**numbers, "sha256": hashlib.sha256(data).hexdigest(), "notes": json.dumps(notes | facts)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,15 +129,18 @@ def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(partial(_read_arrays, folder, columns=tuple(columns)), names))
     empty = {name: np.empty(0, kind) for name, kind in NUMBERS.items()} | {"sha256": np.empty((0, 32), np.uint8)}
-    arrays = {
-        name: np.concatenate([none, *(each[name] for each in found if name in each)]) for name, none in empty.items()
+    arrays = {  # pop: not all of it is in memory twice
+        name: np.concatenate([none, *(each.pop(name) for each in found if name in each)])
+        for name, none in empty.items()
     }
     source, chunk = arrays["source"], arrays["chunk"]
     order = np.lexsort((chunk, source))  # stable: later records stay behind earlier ones
     source, chunk = source[order], chunk[order]
     is_last = np.append((source[1:] != source[:-1]) | (chunk[1:] != chunk[:-1]), np.ones(min(len(source), 1), bool))
     order = order[is_last]
-    return Index(**{name: values[order] if len(values) else values for name, values in arrays.items()})
+    for name in arrays:
+        arrays[name] = arrays[name][order] if len(arrays[name]) else arrays[name]
+    return Index(**arrays)
 
 
 def check_parts(folder: Folder, entry: Mapping[str, Any]) -> Index:
@@ -151,13 +166,14 @@ def check_parts(folder: Folder, entry: Mapping[str, Any]) -> Index:
 def read_notes(folder: Folder, names: Iterable[str], index: Index) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (part, notes) of each part of an index, in the order of its files; one file at a time is in memory."""
     keys, is_new = (index.source.astype(np.int64) << 32) + index.chunk, np.ones(len(index), bool)
-    for name in names:
+    for name in names if len(index) else ():
         arrays = _read_arrays(folder, name, ("source", "chunk", "sha256", "notes"))
         places = np.searchsorted(keys, (arrays["source"].astype(np.int64) << 32) + arrays["chunk"])
-        for place, digest, notes in zip(places.tolist(), arrays["sha256"], arrays["notes"], strict=True):
-            if place < len(index) and is_new[place] and (index.sha256[place] == digest).all():  # no earlier record
-                is_new[place] = False
-                yield place, json.loads(notes)
+        places = np.minimum(places, len(index) - 1)
+        is_wanted = is_new[places] & (index.sha256[places] == arrays["sha256"]).all(axis=1)  # no earlier record
+        is_new[places[is_wanted]] = False
+        for place, notes in zip(places[is_wanted].tolist(), arrays["notes"][is_wanted], strict=True):
+            yield place, json.loads(notes)
 
 
 def read_records(folder: Folder, name: str) -> list[Record]:

@@ -26,7 +26,7 @@ from pipelines.configs import pixel_factor, read_config
 from pipelines.families import SD, find_family
 from pipelines.family import Family
 from pipelines.model_folder import digest_parts
-from pipelines.tokens import tokenizer_of
+from pipelines.tokens import count_tokens, tokenizer_of
 from pretraining.columns import Fields, read_columns
 from pretraining.index import THREADS, Index, check_parts, read_index
 from pretraining.streams import Arrays, Piece
@@ -139,6 +139,13 @@ class LatentEncoder:
                     for key, value in self.family.read(name, self.encoders[name], batch).items():
                         fields.setdefault(f"{name}.{key}", []).append(value.half().cpu().numpy())
         return {field: np.concatenate(parts)[rows] for field, parts in fields.items()}
+
+    def count_tokens(self, captions: Sequence[str]) -> tuple[list[int], int]:
+        """Return (number of tokens of each caption, none cut, how many the first text encoder reads)."""
+        encoder = self.family.encoders[0]
+        unique = sorted(set(captions))
+        counts = dict(zip(unique, count_tokens(self.model_dir, unique, encoder), strict=True))
+        return [counts[caption] for caption in captions], self.family.prompt_length(self.model_dir, encoder)
 
     def encode_no_caption(self) -> dict[str, np.ndarray]:
         """Return the fields of no caption, for classifier-free guidance, each of one row, float16."""

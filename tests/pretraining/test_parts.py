@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import make_raw_data
+from conftest import make_raw_data, tree
 from raw_files import write_parquet
 from tiny_models import RESOLUTION
 
@@ -11,7 +11,7 @@ from common.storage import Folder
 from pretraining.columns import to_parquet
 from pretraining.index import Index, IndexWriter, describe_part, part_name
 from pretraining.loader import Loader
-from pretraining.parts import load_again, load_chunks, missing_parts, parts_to_complete, resume
+from pretraining.parts import PartWriter, load_again, load_chunks, missing_parts, parts_to_complete, resume
 from pretraining.raw_data import list_sources
 
 LOADER = Loader((RESOLUTION,), random_crop=False, random_flip=False, seed=0, timeout=1.0, retries=0)
@@ -37,8 +37,8 @@ def write_part(folder, source, chunk, bad=1):
     return describe_part(part_name(source, chunk), data)
 
 
-def test_parts_of_a_killed_run_come_into_the_index(tmp_path):
-    """Two are in it, one was written after it, one was changed and one deleted since."""
+def test_parts_of_a_killed_run_that_are_not_in_the_index_are_named(tmp_path):
+    """Three are in it, of which one was changed and one deleted since; one was written after it."""
     folder = Folder(tmp_path)
     records = [write_part(folder, 0, chunk) for chunk in range(4)]
     with IndexWriter(folder, 0) as writer:
@@ -49,21 +49,38 @@ def test_parts_of_a_killed_run_come_into_the_index(tmp_path):
     (tmp_path / part_name(0, 2)).unlink()
     other = write_part(folder, 0, 2, bad=3)
     folder.write("other.parquet", b"not a part")
-    index, writer = resume(folder)
-    assert index.chunk.tolist() == [0, 1, 2] and index.bad.tolist() == [1, 1, 3]
-    assert index.filtered.tolist() == [2, 2, 2] and index.rows.tolist() == [1, 1, 1]
+    index, writer, written = resume(folder)
+    assert index.chunk.tolist() == [0] and written == [part_name(0, 1), part_name(0, 2)]
+    assert (index.bad.tolist(), index.filtered.tolist(), index.rows.tolist()) == ([1], [2], [1])
+    assert (writer.number, len(writer.pending)) == (0, 1)
+    with writer:
+        writer.add(records[1])
+        writer.add(other)
+    index, writer, written = resume(folder)
+    assert index.chunk.tolist() == [0, 1, 2] and index.bad.tolist() == [1, 1, 3] and written == []
     assert (writer.number, len(writer.pending)) == (0, 3)
     assert bytes(index.sha256[2]).hex() == other["sha256"] and index.bytes[2] == other["bytes"]
-    again, writer = resume(folder)
-    assert again.digest == index.digest and (writer.number, len(writer.pending)) == (0, 3)
 
 
-def test_a_damaged_part_of_a_killed_run_is_named(tmp_path):
-    folder = Folder(tmp_path)
-    write_part(folder, 0, 0)
-    folder.write(part_name(0, 1), b"cut")
+def test_a_part_that_is_written_gets_a_record_and_stays_as_it_is(tmp_path, tiny_model):
+    """Of the rows that are there now, those are counted that it holds; the rest of its record is of its content."""
+    source = make_raw_data(tmp_path / "raw", 8)
+    (source / "01.png").rename(tmp_path / "01.png")
+    (item,) = missing_parts(list_sources(str(source)), make_index([]), 4)
+    (tmp_path / "out").mkdir()
+    options = {"resolutions": (RESOLUTION,), "batch_size": 4, "mixed_precision": "no"}
+    writer = PartWriter(str(tmp_path / "out"), model_dir=str(tiny_model), **options)
+    records = [writer(chunk) for chunk in load_chunks(item, LOADER, 4)]
+    (tmp_path / "01.png").rename(source / "01.png")
+    before = tree(tmp_path / "out")
+    index, _, written = resume(writer.folder)
+    (item,) = missing_parts(list_sources(str(source)), index, 4, written)
+    assert item["written"] == [0, 1] and len(index) == 0
+    assert [writer(chunk) for chunk in load_chunks(item, LOADER, 4)] == records
+    assert tree(tmp_path / "out") == before and records[0]["bad"] == 1
+    (tmp_path / "out" / part_name(0, 1)).write_bytes(b"cut")
     with pytest.raises(errors.CheckFailed, match=part_name(0, 1)):
-        resume(folder)
+        list(map(writer, load_chunks(item, LOADER, 4)))
 
 
 def test_missing_parts_name_those_that_are_written(tmp_path):
@@ -95,9 +112,12 @@ def test_rows_that_cannot_be_fetched_are_loaded_again_without_the_others(web, tm
     folder = Folder(tmp_path / "out")
     for chunk in chunks:
         folder.write(chunk["name"], to_parquet(chunk, {}))
-    index, writer = resume(folder)
+    with IndexWriter(folder) as writer:
+        for chunk in chunks:
+            writer.add(describe_part(chunk["name"], folder.read(chunk["name"])))
+    index, writer, _ = resume(folder)
     (item,) = parts_to_complete(writer, sources, index)
-    assert item["left"] == {0: [1], 1: [7]}
+    assert {chunk: part["rows"] for chunk, part in item["left"].items()} == {0: [1], 1: [7]}
     web.hits.clear()
     web.down["503"] = "good"
     again = list(load_again(item, LOADER, 4))
