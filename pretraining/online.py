@@ -28,7 +28,7 @@ class RawImages:
     """Raw data that is encoded on the fly, as plain values, in the same chunks as preprocess.py writes.
 
     sources: Sources as dicts; loader, encoder: options of Loader and LatentEncoder. held_out: number of rows at the end
-    for validation.
+    for validation. flag: the one that gave the location.
     """
 
     sources: tuple
@@ -37,6 +37,7 @@ class RawImages:
     encoder: dict
     max_bad_fraction: float
     held_out: int = 0
+    flag: str = "--data"
 
     @cached_property
     def chunks(self) -> list[tuple[int, int, int]]:
@@ -88,8 +89,8 @@ class RawImages:
             if later:
                 key, reason = later[0]
                 raise Away(
-                    f"--data: {len(later)} of {count} rows of {source.name} cannot be fetched now; the first is {key}: "
-                    f"{reason}: try again later or pass a larger --max_bad_fraction"
+                    f"{self.flag}: {len(later)} of {count} rows of {source.name} cannot be fetched now; the first is "
+                    f"{key}: {reason}: try again later or pass a larger --max_bad_fraction"
                 )
             raise BadInput(
                 f"{len(bad)} of {count} rows of {source.name} are bad, more than --max_bad_fraction "
@@ -127,5 +128,5 @@ def make_load(data: LatentFiles | RawImages, pool: dict[str, Any]) -> Load:
     options = {"ordered": True, **pool}
     if isinstance(data, RawImages):
         return lambda pieces: map_on_actors(PieceEncoder, data.encoder, pieces, prepare=data, **options)
-    reader = PieceReader(data.location, data.fields)
+    reader = PieceReader(data.location, data.fields, data.flag)
     return lambda pieces: map_on_actors(None, {}, list(map(data.locate, pieces)), prepare=reader, **options)
