@@ -26,11 +26,12 @@ from common.errors import BadInput, CheckFailed
 from common.messages import Progress, say
 from common.objects import local_copy
 from common.outages import working
-from common.storage import Folder, is_remote, join
+from common.storage import Folder, is_remote, split
 from common.uris import shown
 from pipelines.configs import base_name, base_revision, check_resolution
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, check_pipeline
+from pretraining.card import CARD_FILES, write_card
 from pretraining.filters import add_filter_flags, chosen_filters
 from pretraining.index import COUNTS, IndexWriter, Record, check_parts, read_index
 from pretraining.latents import METADATA, RECORD, SUPPORTED, caption_fields, digest_encoders, image_fields
@@ -38,10 +39,9 @@ from pretraining.loader import Loader, add_raw_data_flags, loader_options
 from pretraining.parts import PartWriter, load_again, load_chunks, missing_parts, parts_to_complete, resume
 from pretraining.raw_data import list_sources
 from pretraining.sources import Sources
-from pretraining.tally import Tally, check, count_filtered, list_bad_rows
+from pretraining.tally import BAD_ROWS, Tally, check, say_what_is_left_out, summarise
 
-BAD_ROWS = "bad_rows.jsonl"
-LISTED, LISTED_FILES = 100_000, 1000  # rows that it lists at most, and damaged files that metadata.json does
+LISTED_FILES = 1000  # damaged files that metadata.json lists at most
 EARLY = 1000  # rows after which a run with too many bad rows fails without waiting for the end
 AGAIN_AFTER = (5.0, 30.0)  # seconds before each further attempt at the rows that could not be fetched
 
@@ -160,7 +160,7 @@ def begin(folder: Folder, settings: dict[str, Any], overwrite: bool) -> None:
         if not overwrite:
             folders.check_same_settings(settings, record, f"the unfinished {folder.location}")
         folder.write(RECORD, json.dumps(record).encode())  # in case this run is killed before all files are deleted
-        for name in folder.names(".parquet", ".json", ".jsonl"):
+        for name in folder.names(".parquet", ".json", ".jsonl", ".md", ".jpg"):
             if name != RECORD:
                 folder.delete(name)
     folder.write(RECORD, json.dumps(settings).encode())
@@ -229,18 +229,16 @@ def write_parts(
 def finish(
     args: argparse.Namespace, folder: Folder, settings: dict[str, Any], writer: IndexWriter, sources: Sources
 ) -> None:
-    """Check the share of bad rows and write bad_rows.jsonl and metadata.json; publish a local folder."""
+    """Check the share of bad rows, write bad_rows.jsonl, the card and metadata.json; publish a local folder."""
     files = writer.files
     index = read_index(folder, files)
     tally = Tally.of(index)
     check(args.input, writer, tally, args.max_bad_fraction)
-    bad, filtered = tally.bad + tally.later, count_filtered(writer, index) if tally.filtered else {}
-    bad_rows = list_bad_rows(writer, index, LISTED) if bad else []
-    lines = [json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad_rows]
-    folder.write(BAD_ROWS, "".join(lines).encode())
+    summary, family = summarise(writer, index), find_family(args.model_dir)
+    folder.write(BAD_ROWS, summary.bad_rows_as_lines())
     shapes = column_shapes(args.model_dir, args.resolutions)
     metadata = {
-        "family": find_family(args.model_dir).name,
+        "family": family.name,
         "model": base_name(args.model_dir),
         "revision": base_revision(args.model_dir),
         "encoders": settings["encoders"],
@@ -249,25 +247,22 @@ def finish(
         "scaled": False,
         "parts": len(index),
         "rows": tally.rows,
-        "bad_rows": bad,
+        "bad_rows": tally.bad + tally.later,
         "index": {"files": files, "sha256": index.digest},
         "settings": settings,
     }
-    if filtered:
-        metadata["filtered_rows"] = filtered
+    if summary.filtered:
+        metadata["filtered_rows"] = dict(summary.filtered)
     if sources.bad_files:
         metadata |= {"bad_files": len(sources.bad_files), "skipped_files": dict(sources.bad_files[:LISTED_FILES])}
+    max_tokens = family.prompt_length(args.model_dir, family.encoders[0])
+    write_card(folder, split(args.output_dir.rstrip("/"))[1], metadata, max_tokens, index, summary)
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):
-        folders.publish(Path(folder.location), args.output_dir, [METADATA, BAD_ROWS, *files], settings=settings)
-    for key, reason in bad_rows[:10]:
-        say(f"skipped {key}: {reason}")
-    if bad:
-        what = "lists them all" if bad <= LISTED else f"lists {LISTED} of them, the index all"
-        say(f"skipped {bad} bad rows of {tally.rows + bad}: {join(args.output_dir, BAD_ROWS)} {what}")
-    for reason, count in sorted(filtered.items()):
-        say(f"filtered {count} rows: {reason}")
+        named = [METADATA, BAD_ROWS, *CARD_FILES, *files]
+        folders.publish(Path(folder.location), args.output_dir, named, settings=settings)
+    say_what_is_left_out(args.output_dir, tally, summary)
     print_rows(args.output_dir, metadata)
 
 

@@ -27,8 +27,15 @@ from pipelines.configs import read_config, read_unet_config
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, count_weights
 from pipelines.upload import add_hub_flags, check_hub_flags
-from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
-from pretraining.inputs import add_data_flags, add_loading_flags, add_model_flags, check_loading_flags, open_data
+from pretraining.batches import Batching, ahead, choose_rows, training_batches, validation_batches
+from pretraining.inputs import (
+    add_data_flags,
+    add_loading_flags,
+    add_model_flags,
+    check_loading_flags,
+    open_data,
+    open_validation_data,
+)
 from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
 from pretraining.resources import loading_pool
@@ -78,8 +85,9 @@ def parse_args(argv=None):
 class Pretraining:
     """What a worker learns, and from which data.
 
-    unet: configuration of the UNet. pool: options of map_on_actors. online: whether `data` are the fields of RawImages,
-    else of LatentFiles. num_streams: of streams.Order. rows_per_step: rows in one optimizer step of all workers.
+    unet: configuration of the UNet. pool: options of map_on_actors. online: whether `data`, and `validation_data` if
+    there is any, are the fields of RawImages, else of LatentFiles. num_streams: of streams.Order. rows_per_step: rows
+    in one optimizer step of all workers.
     """
 
     unet: dict
@@ -90,6 +98,7 @@ class Pretraining:
     snr_gamma: float | None
     online: bool
     data: dict
+    validation_data: dict | None
     pool: dict
     num_validation_rows: int
     num_streams: int
@@ -146,9 +155,11 @@ def validation_loss(batches, place, dtype, **options):
 def make_batches(task, place, first_step, objective):
     """Return (iterator over this worker's training batches from `first_step` on, list of its validation batches)."""
     config, schedule, compute = task.pretraining, task.schedule, task.compute
-    data = (RawImages if config.online else LatentFiles)(**config.data)
+    kind = RawImages if config.online else LatentFiles
+    data, apart = kind(**config.data), kind(**config.validation_data) if config.validation_data else None
     load = make_load(data, config.pool)
-    chunk_rows, held_out = hold_out(data.chunk_rows, config.num_validation_rows)
+    own = apart.chunk_rows if apart else None
+    chunk_rows, held_out = choose_rows(data.chunk_rows, config.num_validation_rows, own)
     order = Order(chunk_rows, place.rank, place.world_size, config.num_streams, schedule.seed)
     encoder = LatentEncoder(task.output.model_dir, (), 1, compute.mixed_precision, compute.num_threads)
     no_caption = encoder.encode_no_caption()
@@ -158,6 +169,7 @@ def make_batches(task, place, first_step, objective):
     batches = training_batches(order, load, first_step, schedule.max_train_steps, batching, no_caption, is_ahead)
     if is_ahead:
         batches = ahead(batches, config.prefetch_batches)
+    load = make_load(apart, config.pool) if apart else load
     return batches, validation_batches(held_out, load, place, batching) if held_out else []
 
 
@@ -240,21 +252,24 @@ def publish(task, step, device):
 
 
 def read_inputs(args):
-    """Check the model, the data and the flags; return (settings of the run, data)."""
-    settings = check_inputs(args, SETTINGS, "sample_prompts", supported=SUPPORTED, data=args.data)
-    data = open_data(args)
+    """Check the model, the data and the flags; return (settings of the run, data, validation data or None)."""
+    locations = {"data": args.data, "validation_data": args.validation_data}
+    settings = check_inputs(args, SETTINGS, "sample_prompts", supported=SUPPORTED, **locations)
+    data, apart = open_data(args), open_validation_data(args)
     sample_size = args.resolution // find_family(args.model_dir).sizes(args.model_dir).cell
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}
     settings["data"] = folders.digest_list(data.fingerprint)
     if isinstance(data, RawImages) and data.sources["bad_files"]:
         settings["bad_files"] = len(data.sources["bad_files"])
-    return settings, data
+    if apart:
+        settings["validation_data"] = folders.digest_list(apart.fingerprint)
+    return settings, data, apart
 
 
 def plan_steps(args, settings, data, num_workers):
     """Add what the workers share to `settings`: rows per step, streams; return the number of steps to train for."""
     total = int(data.chunk_rows.sum())
-    rows = total - args.num_validation_rows
+    rows = total if args.validation_data else total - args.num_validation_rows
     smallest, largest = (max(1, bound) for bound in driver.bounds(num_workers))
     per_step = args.batch_size_per_worker * args.gradient_accumulation_steps * largest
     settings["rows_per_step"] = per_step
@@ -296,7 +311,7 @@ def explain(args, settings, data):
     }
 
 
-def train(args, settings, data, steps, num_workers, owner):
+def train(args, settings, data, apart, steps, num_workers, owner):
     """Run the workers; return what rank 0 returns."""
     check_needs(args, settings)
     if "num_streams" not in settings:
@@ -304,6 +319,7 @@ def train(args, settings, data, steps, num_workers, owner):
     smallest, largest = driver.bounds(num_workers)
     pool = loading_pool(args, largest, launch.TRAINER)
     learned = {"unet": settings["unet"], "rows_per_step": settings["rows_per_step"], "data": asdict(data), "pool": pool}
+    learned["validation_data"] = asdict(apart) if apart else None
     task = PretrainTask(
         output=from_flags(Output, args, model_dir=args.model_location, settings=settings, owner=owner),
         schedule=from_flags(Schedule, args, max_train_steps=steps),
@@ -317,13 +333,13 @@ def train(args, settings, data, steps, num_workers, owner):
 
 def main(args):
     """Check the inputs, train, and print the result."""
-    cli.make_absolute(args, "data", "model_dir", "output_dir")
+    cli.make_absolute(args, "data", "validation_data", "model_dir", "output_dir")
     parent, name = split(args.output_dir.rstrip("/"))
     args.work_dir = targets.join_name(args.storage_path or parent, args.experiment_name or f"{name}.work")
     cli.make_absolute(args, "work_dir")
     args.model_location, args.model_dir = args.model_dir, str(local_copy(args.model_dir))
-    settings, data = read_inputs(args)
-    plan, work = partial(plan_steps, args, settings, data), partial(train, args, settings, data)
+    settings, data, apart = read_inputs(args)
+    plan, work = partial(plan_steps, args, settings, data), partial(train, args, settings, data, apart)
     driver.run_training(args, settings, plan, work, lambda steps: explain(args, settings, data))
 
 

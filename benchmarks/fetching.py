@@ -19,8 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from common.storage import Folder
+from pretraining.index import read_index
 from pretraining.loader import Loader
-from pretraining.parts import load_chunks
+from pretraining.parts import load_chunks, missing_parts
 from pretraining.raw_data import list_sources
 
 
@@ -56,8 +58,7 @@ def measure(folder, port, share, args):
     hangs = np.random.default_rng(1).random(args.rows) < share
     urls = [f"http://127.0.0.1:{port}/{'hang' if each else 'image'}/{row}" for row, each in enumerate(hangs)]
     pq.write_table(pa.table({"url": urls, "caption": ["a picture"] * args.rows}), Path(folder, "x.parquet"))
-    (source,) = list_sources(folder)
-    item = {"source": vars(source), "number": 0, "done": []}
+    (item,) = missing_parts(list_sources(folder), read_index(Folder(folder), []), args.rows_per_file)
     loader = Loader((args.resolution,), random_crop=False, random_flip=False, seed=0, timeout=args.timeout, retries=2)
     began = time.monotonic()
     good = sum(len(chunk["keys"]) for chunk in load_chunks(item, loader, args.rows_per_file))

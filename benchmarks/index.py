@@ -21,10 +21,12 @@ import numpy as np
 from benchmarks.measuring import MODEL, ROOT, run, write_data
 from common.messages import Progress
 from common.storage import Folder
+from pretraining.card import find_facts
 from pretraining.index import IndexWriter, describe_part, part_name, read_index
 from pretraining.latents import METADATA, open_latents
+from pretraining.statistics import Statistics, count_reasons
 from pretraining.streams import Order
-from pretraining.tally import Tally
+from pretraining.tally import Tally, summarise
 
 ROWS = 256  # of a part
 ALL_PARTS, WORKERS = 7_800_000, 256  # of two billion rows
@@ -64,12 +66,31 @@ def record(folder, count):
     from preprocess import record_parts
 
     bad = [[f"00000.parquet:0:{row}", "cannot be fetched: HTTP 404"] for row in range(ROWS // 10)]
+    notes = {"bad": bad, "later": [], "filtered": {}, "reasons": count_reasons(reason for _, reason in bad)}
+    notes["statistics"] = any_statistics(ROWS - len(bad)).to_note()
     facts = {"chunk": 0, "rows": ROWS - len(bad), "bad": len(bad), "later": 0, "filtered": 0, "bytes": 2**20}
-    facts |= {"sha256": "ab" * 32, "notes": json.dumps({"bad": bad, "later": [], "filtered": {}})}
-    results = ({**facts, "source": source} for source in range(count))
+    facts["sha256"], text = "ab" * 32, json.dumps(notes)
+    results = ({**facts, "source": source, "notes": text + " "} for source in range(count))  # each has its own notes
     args = argparse.Namespace(input="synthetic", max_bad_fraction=0.2)
     with Progress("preprocess", count * ROWS, "rows") as progress:
         record_parts(args, IndexWriter(Folder(folder)), Tally(), progress, results)
+
+
+def any_statistics(rows):
+    """Statistics of images of many sizes and captions of many lengths, such as those of a table of URLs."""
+    rng = np.random.default_rng(0)
+    sides = np.exp2(rng.uniform(8, 12, (rows, 2))).astype(np.int64)
+    crops = np.concatenate([sides, np.zeros((rows, 5), np.int64)], axis=1)
+    lengths = rng.integers(3, 300, rows)
+    return Statistics.of(crops, (256, 512), ["x" * length for length in lengths], lengths // 4 + 2, 77)
+
+
+def add_up(folder):
+    """What it then does for the data set card."""
+    folder = Folder(folder)
+    writer = IndexWriter(folder, len(folder.names(".parquet")))
+    index = read_index(folder, writer.files)
+    find_facts({"resolutions": [256, 512]}, 77, index, summarise(writer, index))
 
 
 def _timed(function, arguments, results):
@@ -130,6 +151,8 @@ def main(args):
             (place / f"results-{count}").mkdir()
             seconds, _, memory = measure(record, place / f"results-{count}", count)
             show("results of preprocess.py's actors", count, seconds, memory)
+            seconds, _, memory = measure(add_up, place / f"results-{count}")
+            show("statistics and card of as many parts", count, seconds, memory)
     print(json.dumps(rows))
 
 

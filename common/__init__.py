@@ -17,6 +17,7 @@ leases     locks in object stores, and writes that only their holder can make
 targets    output folders by path or URI: locks, publishing, small files
 storage    local folders and object stores (S3, Google Cloud Storage) behind one class
 images     find, decode, check, crop and scale images
+sheets     contact sheets of images
 buckets    sizes of about the same number of pixels that images are cropped to
 no_gc      suspend Python's garbage collector
 """

@@ -118,6 +118,12 @@ def tokenize(
     ]
 
 
+def count_tokens(model_dir: str | Path, prompts: Iterable[str], encoder: str = "text_encoder") -> list[int]:
+    """Return the number of tokens of each prompt, with those of its start and end, none of them cut."""
+    tokenizer = _load_tokenizer(model_dir, encoder)
+    return [len(tokenizer(prompt, truncation=False, verbose=False).input_ids) for prompt in prompts]
+
+
 def say_what_is_cut(
     model_dir: str | Path, prompts: Iterable[str], encoder: str = "text_encoder", length: int | None = None
 ) -> None:

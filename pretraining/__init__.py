@@ -11,6 +11,9 @@ loader     reads, decodes and crops the images of rows
 latents    encodes images and captions; opens and reads data sets of latents
 columns    Parquet columns of tensors
 index      which parts a data set has, in arrays
+statistics histograms of sizes and lengths, why rows are bad
+pictures   the contact sheet of a data set
+card       README.md and statistics.json of a data set
 parts      writes one Parquet file of latents per chunk of rows: the actor of preprocess.py
 streams    order of the rows on each worker
 online     raw data encoded while training

@@ -94,6 +94,20 @@ def hold_out(chunk_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, list[Pi
     return kept, pieces[::-1]
 
 
+def choose_rows(
+    chunk_rows: np.ndarray, num_rows: int, apart: np.ndarray | None = None
+) -> tuple[np.ndarray, list[Piece]]:
+    """Return (number of rows in each chunk to train on, pieces of the rows for the validation loss).
+
+    apart: number of rows in each chunk of a data set of its own, whose first `num_rows` rows, or all if that is 0, are
+    taken; without it the last `num_rows` rows are held out.
+    """
+    if apart is None:
+        return hold_out(chunk_rows, num_rows)
+    pieces = [{"chunk": chunk, "first": 0, "last": rows, "epoch": 0} for chunk, rows in enumerate(apart.tolist())]
+    return chunk_rows, cut(pieces, 0, num_rows or int(apart.sum()))
+
+
 def cut(pieces: list[Piece], first: int, last: int) -> list[Piece]:
     """Return the pieces of rows `first` to `last - 1` of pieces, counted over all of them."""
     found, start = [], 0

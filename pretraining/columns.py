@@ -22,13 +22,14 @@ def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray], part: byte
 
     A row of numbers is one value of a fixed number of bytes: such columns are read at the speed of memory, lists and
     tensors a tenth as fast. The metadata of their fields has the data type and the shape of a row. That of the schema
-    lists the bad rows, and those of "later", and counts those that filters left out. part: the bytes of an earlier
-    file, whose rows stay, in the order of their numbers; the chunk's "later" takes the place of the file's.
+    lists the bad rows, and those of "later", counts those that filters left out, and has the chunk's "notes". part: the
+    bytes of an earlier file, whose rows stay, in the order of their numbers; the chunk's "later" takes the place of the
+    file's.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    notes = {"bad_rows": chunk["bad"]}
+    notes = {"bad_rows": chunk["bad"], **chunk.get("notes", {})}
     notes |= {f"{name}_rows": chunk[name] for name in ("later", "filtered") if chunk.get(name)}
     fields = [pa.field("key", pa.string()), pa.field("caption", pa.string())]
     arrays = [pa.array(chunk["keys"], pa.string()), pa.array(chunk["captions"], pa.string())]

@@ -20,8 +20,10 @@ import numpy as np
 
 from common.errors import CheckFailed
 from common.storage import Folder, join, open_parquet
+from pretraining.statistics import count_reasons
 
 PARTS_PER_FILE = 10_000
+OWN_NOTES = ("statistics", "pictures")
 FLUSH_EVERY = 60.0  # seconds after which new parts are in the index: a killed run has to read only later ones
 CHECKED = 1000  # parts whose sizes are compared before they are used
 THREADS = 16  # files that are opened at the same time
@@ -46,21 +48,36 @@ def file_name(number: int) -> str:
 def describe_part(name: str, data: bytes) -> Record:
     """Return the record of a part; data: its content, of columns.to_parquet.
 
-    Its "notes" are {"bad": [[key, reason], ...], "later": likewise, "filtered": {reason: number of rows}}.
+    Its "notes" are {"bad": [[key, reason], ...], "later": likewise, "filtered": {reason: number of rows}, "reasons":
+    {general reason: number of rows in "bad" and "later"}}, and those of own_notes.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     found = PART.fullmatch(name)
     assert found, name
-    with pq.ParquetFile(pa.BufferReader(data)) as parquet:
-        rows, written = parquet.metadata.num_rows, parquet.schema_arrow.metadata or {}
+    rows, written = _read_metadata(data)
     notes = {note: json.loads(written.get(f"{note}_rows".encode(), "[]")) for note in ("bad", "later")}
     notes["filtered"] = json.loads(written.get(b"filtered_rows", "{}"))
+    if faults := notes["bad"] + notes["later"]:
+        notes["reasons"] = count_reasons(reason for _, reason in faults)
     source, chunk = map(int, found.groups())
     counts = rows, len(notes["bad"]), len(notes["later"]), sum(notes["filtered"].values())
     numbers = {"source": source, "chunk": chunk, **dict(zip(COUNTS, counts, strict=True)), "bytes": len(data)}
-    return {**numbers, "sha256": hashlib.sha256(data).hexdigest(), "notes": json.dumps(notes)}
+    digest = hashlib.sha256(data).hexdigest()
+    return {**numbers, "sha256": digest, "notes": json.dumps(notes | own_notes(data))}
+
+
+def own_notes(data: bytes) -> dict[str, Any]:
+    """Return what parts.PartWriter noted of the rows of a part: "statistics" and "pictures", if it did."""
+    written = _read_metadata(data)[1]
+    return {note: json.loads(written[note.encode()]) for note in OWN_NOTES if note.encode() in written}
+
+
+def _read_metadata(data):
+    """Return (number of rows, metadata of the schema) of a part."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(pa.BufferReader(data)) as parquet:
+        return parquet.metadata.num_rows, parquet.schema_arrow.metadata or {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,15 +129,18 @@ def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(partial(_read_arrays, folder, columns=tuple(columns)), names))
     empty = {name: np.empty(0, kind) for name, kind in NUMBERS.items()} | {"sha256": np.empty((0, 32), np.uint8)}
-    arrays = {
-        name: np.concatenate([none, *(each[name] for each in found if name in each)]) for name, none in empty.items()
+    arrays = {  # pop: not all of it is in memory twice
+        name: np.concatenate([none, *(each.pop(name) for each in found if name in each)])
+        for name, none in empty.items()
     }
     source, chunk = arrays["source"], arrays["chunk"]
     order = np.lexsort((chunk, source))  # stable: later records stay behind earlier ones
     source, chunk = source[order], chunk[order]
     is_last = np.append((source[1:] != source[:-1]) | (chunk[1:] != chunk[:-1]), np.ones(min(len(source), 1), bool))
     order = order[is_last]
-    return Index(**{name: values[order] if len(values) else values for name, values in arrays.items()})
+    for name in arrays:
+        arrays[name] = arrays[name][order] if len(arrays[name]) else arrays[name]
+    return Index(**arrays)
 
 
 def check_parts(folder: Folder, entry: Mapping[str, Any]) -> Index:
@@ -146,13 +166,14 @@ def check_parts(folder: Folder, entry: Mapping[str, Any]) -> Index:
 def read_notes(folder: Folder, names: Iterable[str], index: Index) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (part, notes) of each part of an index, in the order of its files; one file at a time is in memory."""
     keys, is_new = (index.source.astype(np.int64) << 32) + index.chunk, np.ones(len(index), bool)
-    for name in names:
+    for name in names if len(index) else ():
         arrays = _read_arrays(folder, name, ("source", "chunk", "sha256", "notes"))
         places = np.searchsorted(keys, (arrays["source"].astype(np.int64) << 32) + arrays["chunk"])
-        for place, digest, notes in zip(places.tolist(), arrays["sha256"], arrays["notes"], strict=True):
-            if place < len(index) and is_new[place] and (index.sha256[place] == digest).all():  # no earlier record
-                is_new[place] = False
-                yield place, json.loads(notes)
+        places = np.minimum(places, len(index) - 1)
+        is_wanted = is_new[places] & (index.sha256[places] == arrays["sha256"]).all(axis=1)  # no earlier record
+        is_new[places[is_wanted]] = False
+        for place, notes in zip(places[is_wanted].tolist(), arrays["notes"][is_wanted], strict=True):
+            yield place, json.loads(notes)
 
 
 def read_records(folder: Folder, name: str) -> list[Record]:

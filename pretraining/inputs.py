@@ -3,6 +3,7 @@
 import argparse
 
 from common import cli
+from common.errors import BadInput
 from common.messages import say
 from pretraining.filters import refuse_filter_flags
 from pretraining.latents import LatentFiles, open_latents
@@ -12,6 +13,8 @@ from pretraining.raw_data import list_sources
 from pretraining.sources import Chunks
 
 MANY_PASSES = 4.0  # over raw data in an epoch, above which a warning is given
+
+MOST_VALIDATION_ROWS = 100_000  # that are taken unless --num_validation_rows asks for more; of SD 17 GB in memory
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +30,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--caption_latents_column", help=captions)
     scaled = "the latents are scaled samples, without a standard deviation and metadata.json, as in published data sets"
     group.add_argument("--prescaled_latents", action="store_true", help=scaled)
-    rows = "number of rows at the end of the data that are held out for the validation loss"
+    validation = "data set like that of --data, whose rows are used for the validation loss alone; the workers keep "
+    validation += "them in memory"
+    group.add_argument("--validation_data", help=validation)
+    rows = "rows for the validation loss: the first ones of --validation_data, where 0 takes all; without it, the last "
+    rows += "ones of --data, which are then held out of training"
     group.add_argument("--num_validation_rows", type=cli.non_negative_int, default=0, help=rows)
     window = "row groups per worker that are read at the same time, a row of each in turn; more of them mix the rows "
     window += "better and take more memory"
@@ -90,19 +97,41 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:
     """Return the LatentFiles or RawImages of --data, checked against the model; nothing is decoded."""
+    return _open(args, args.data, "--data", 0 if args.validation_data else args.num_validation_rows)
+
+
+def open_validation_data(args: argparse.Namespace) -> LatentFiles | RawImages | None:
+    """Return the LatentFiles or RawImages of --validation_data, checked as --data is, or None without the flag.
+
+    Raises BadInput if it holds fewer rows than --num_validation_rows, or more than MOST_VALIDATION_ROWS without it.
+    """
+    if not args.validation_data:
+        return None
+    data, asked = _open(args, args.validation_data, "--validation_data", 0), args.num_validation_rows
+    rows = int(data.chunk_rows.sum())
+    if asked > rows:
+        raise BadInput(f"--num_validation_rows {asked}: --validation_data {args.validation_data} holds {rows} rows")
+    if rows > MOST_VALIDATION_ROWS and not asked:
+        what = f"--validation_data {args.validation_data} holds {rows} rows, which the workers would keep in memory"
+        raise BadInput(f"{what}: pass --num_validation_rows to use the first ones, for example 10000")
+    return data
+
+
+def _open(args, location, flag, held_out):
+    """Return the LatentFiles or RawImages at a location; held_out: rows at its end that are not trained on."""
     if not args.online:
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
-        return open_latents(args.data, args.model_dir, args.resolution, *columns)
+        return open_latents(location, args.model_dir, args.resolution, *columns, flag)
     columns = args.image_column, args.caption_column
-    options = {"flag": "--data", "indexed": True, "keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
-    sources = list_sources(args.data, *columns, max_bad_files=args.max_bad_files, **options)
+    options = {"flag": flag, "indexed": True, "keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
+    sources = list_sources(location, *columns, max_bad_files=args.max_bad_files, **options)
     if sources.kind == "parquet" and Chunks(sources.rows, args.rows_per_file).passes > MANY_PASSES:
         say(
-            f"warning: --data has row groups of up to {sources.rows.max()} rows, and any {args.rows_per_file} of them "
+            f"warning: {flag} has row groups of up to {sources.rows.max()} rows, and any {args.rows_per_file} of them "
             "are read from the start of their row group: write smaller row groups, or pass a larger --rows_per_file"
         )
     encoder = {"model_dir": args.model_location, "mixed_precision": args.mixed_precision}
     encoder |= {"resolutions": (args.resolution,), "batch_size": args.encoding_batch_size}
     loader = loader_options(args, (args.resolution,))
-    limits = args.max_bad_fraction, args.num_validation_rows
-    return RawImages(vars(sources), args.rows_per_file, loader, encoder, *limits)
+    limits = args.max_bad_fraction, held_out
+    return RawImages(vars(sources), args.rows_per_file, loader, encoder, *limits, flag)

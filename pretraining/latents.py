@@ -26,7 +26,7 @@ from pipelines.configs import pixel_factor, read_config
 from pipelines.families import SD, find_family
 from pipelines.family import Family
 from pipelines.model_folder import digest_parts
-from pipelines.tokens import tokenizer_of
+from pipelines.tokens import count_tokens, tokenizer_of
 from pretraining.columns import Fields, read_columns
 from pretraining.index import THREADS, Index, check_parts, read_index
 from pretraining.streams import Arrays, Piece
@@ -140,6 +140,13 @@ class LatentEncoder:
                         fields.setdefault(f"{name}.{key}", []).append(value.half().cpu().numpy())
         return {field: np.concatenate(parts)[rows] for field, parts in fields.items()}
 
+    def count_tokens(self, captions: Sequence[str]) -> tuple[list[int], int]:
+        """Return (number of tokens of each caption, none cut, how many the first text encoder reads)."""
+        encoder = self.family.encoders[0]
+        unique = sorted(set(captions))
+        counts = dict(zip(unique, count_tokens(self.model_dir, unique, encoder), strict=True))
+        return [counts[caption] for caption in captions], self.family.prompt_length(self.model_dir, encoder)
+
     def encode_no_caption(self) -> dict[str, np.ndarray]:
         """Return the fields of no caption, for classifier-free guidance, each of one row, float16."""
         import torch
@@ -175,9 +182,10 @@ class LatentFiles:
     fields: dict
     index: dict | None = None
     listed: tuple = ()
+    flag: str = "--data"
 
     def __reduce__(self) -> tuple:
-        return LatentFiles, (self.location, self.fields, self.index, self.listed)  # without the parts
+        return LatentFiles, (self.location, self.fields, self.index, self.listed, self.flag)  # without the parts
 
     @functools.cached_property
     def parts(self) -> Index:
@@ -210,11 +218,12 @@ class PieceReader:
 
     location: str
     fields: dict
+    flag: str = "--data"
 
     def __call__(self, item: dict[str, Any]) -> Iterator[Arrays]:
         """Yield the rows of a piece: {field: [B, ...] float16 or float32}."""
         if not is_remote(self.location):
-            check_on_node(self.location, "--data")
+            check_on_node(self.location, self.flag)
         yield patient(self._read)(item)
 
     def _read(self, item):
@@ -230,26 +239,27 @@ def open_latents(
     image_column: str | None = None,
     caption_column: str | None = None,
     prescaled: bool = False,
+    flag: str = "--data",
 ) -> LatentFiles:
     """Return the LatentFiles at a path or URI after checking metadata.json, columns and number of rows.
 
-    Raises BadInput if the data does not fit the model, or has no metadata.json and is not prescaled; CheckFailed if a
-    file is missing or damaged.
+    flag: the one that gave the location. Raises BadInput if the data does not fit the model, or has no metadata.json
+    and is not prescaled; CheckFailed if a file is missing or damaged.
     """
     folder, family = Folder(location), find_family(model_dir, SUPPORTED)
     if folder.kind() != "folder":
-        raise BadInput(f"--data {location} is not a folder: pass the --output_dir of preprocess.py")
+        raise BadInput(f"{flag} {location} is not a folder: pass the --output_dir of preprocess.py")
     metadata = json.loads(folder.read(METADATA) or "{}")
     if metadata:
-        _check_metadata(location, metadata, model_dir, family, resolution)
+        _check_metadata(f"{flag} {location}", metadata, model_dir, family, resolution)
     elif folder.read(RECORD):
-        raise BadInput(f"--data {location} is not finished: run the same preprocess.py command again")
+        raise BadInput(f"{flag} {location} is not finished: run the same preprocess.py command again")
     elif not prescaled:
-        raise BadInput(f"--data {location} has no {METADATA}: pass --prescaled_latents if it holds scaled samples")
+        raise BadInput(f"{flag} {location} has no {METADATA}: pass --prescaled_latents if it holds scaled samples")
     index = metadata.get("index")  # missing in data sets of older versions
     files = _open_parts(folder, index) if index else _list_files(folder)
     if not files:
-        raise BadInput(f"--data {location} holds no rows")
+        raise BadInput(f"{flag} {location} holds no rows")
     images, captions = image_fields(family, model_dir, resolution), caption_fields(family, model_dir)
     if image_column:
         images |= {"mean": (image_column, images["mean"][1]), "std": (f"{image_column}_std", images["std"][1])}
@@ -258,9 +268,9 @@ def open_latents(
     fields = images | _name_captions(captions, caption_column, next(columns for columns, _ in files.values()))
     _check_columns(location, files, fields)
     if index:
-        return LatentFiles(location, fields, index)
+        return LatentFiles(location, fields, index, flag=flag)
     listed = tuple((name, group, rows) for name, (_, groups) in files.items() for group, rows in groups)
-    return LatentFiles(location, fields, None, listed)
+    return LatentFiles(location, fields, None, listed, flag)
 
 
 def _open_parts(folder, index):
@@ -312,18 +322,18 @@ def _check_columns(location, files, fields):
             raise BadInput(f"{join(location, name)} has no column {missing[0]}: its columns are {found}")
 
 
-def _check_metadata(location, metadata, model_dir, family, resolution):
+def _check_metadata(place, metadata, model_dir, family, resolution):
     made_for = metadata.get("family", SD.name)  # data sets without this value are older than the other families
     if made_for != family.name:
         raise BadInput(
-            f"--data {location} holds latents for {made_for}, but --model_dir {model_dir} is a {family.name} model: "
+            f"{place} holds latents for {made_for}, but --model_dir {model_dir} is a {family.name} model: "
             "run preprocess.py with this model"
         )
     if resolution not in metadata["resolutions"]:
         found = ", ".join(map(str, metadata["resolutions"]))
-        raise BadInput(f"--data {location} holds latents of {found} pixels, not of --resolution {resolution}")
+        raise BadInput(f"{place} holds latents of {found} pixels, not of --resolution {resolution}")
     if metadata["encoders"] != digest_encoders(model_dir, family):
         raise BadInput(
-            f"--data {location} was encoded with the VAE or text encoder of another model ({metadata['model']}) than "
+            f"{place} was encoded with the VAE or text encoder of another model ({metadata['model']}) than "
             f"--model_dir {model_dir}: run preprocess.py with this model"
         )

@@ -28,7 +28,7 @@ class RawImages:
     """Raw data that is encoded on the fly, as plain values, in the same chunks as preprocess.py writes.
 
     sources: the values of Sources by name; loader, encoder: options of Loader and LatentEncoder. held_out: number of
-    rows at the end for validation.
+    rows at the end for validation. flag: the one that gave the location.
     """
 
     sources: dict
@@ -37,6 +37,7 @@ class RawImages:
     encoder: dict
     max_bad_fraction: float
     held_out: int = 0
+    flag: str = "--data"
 
     @cached_property
     def _sources(self) -> Sources:
@@ -76,10 +77,14 @@ class RawImages:
 
 @dataclass(frozen=True)
 class PieceLoader:
-    """Loads pieces of RawImages, located; runs in Ray tasks, or in a worker. loader: options of Loader."""
+    """Loads pieces of RawImages, located; runs in Ray tasks, or in a worker.
+
+    loader: options of Loader. flag: the one that gave the location.
+    """
 
     loader: dict
     max_bad_fraction: float
+    flag: str = "--data"
 
     def __call__(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the rows of a piece as a chunk of Loader; good rows are repeated in place of bad ones.
@@ -104,8 +109,8 @@ class PieceLoader:
             if later:
                 key, reason = later[0]
                 raise Away(
-                    f"--data: {len(later)} of {count} rows of {source.name} cannot be fetched now; the first is {key}: "
-                    f"{reason}: try again later or pass a larger --max_bad_fraction"
+                    f"{self.flag}: {len(later)} of {count} rows of {source.name} cannot be fetched now; the first is "
+                    f"{key}: {reason}: try again later or pass a larger --max_bad_fraction"
                 )
             raise BadInput(
                 f"{len(bad)} of {count} rows of {source.name} are bad, more than --max_bad_fraction "
@@ -142,8 +147,9 @@ def make_load(data: LatentFiles | RawImages, pool: dict[str, Any]) -> Load:
     """
     options = {"ordered": True, **pool}
     if isinstance(data, RawImages):
-        prepare: Any = PieceLoader(data.loader, data.max_bad_fraction)
+        prepare: Any = PieceLoader(data.loader, data.max_bad_fraction, data.flag)
         worker = partial(map_on_actors, PieceEncoder, data.encoder, prepare=prepare, **options)
     else:
-        worker = partial(map_on_actors, None, {}, prepare=PieceReader(data.location, data.fields), **options)
+        reader = PieceReader(data.location, data.fields, data.flag)
+        worker = partial(map_on_actors, None, {}, prepare=reader, **options)
     return lambda pieces: worker(list(map(data.locate, pieces)))

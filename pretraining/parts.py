@@ -22,14 +22,17 @@ from pretraining.index import (
     IndexWriter,
     Record,
     describe_part,
+    own_notes,
     part_name,
     read_index,
     read_records,
 )
 from pretraining.latents import LatentEncoder
 from pretraining.loader import Batch, Loader
+from pretraining.pictures import choose_rows, thumbnails
 from pretraining.rows import read_rows
 from pretraining.sources import Chunks, Source, Sources
+from pretraining.statistics import Statistics
 
 MOST_ITEMS = 10_000  # an item takes the driver some kilobytes
 
@@ -69,11 +72,17 @@ def read_part(folder: Folder, name: str) -> Record:
 
 
 def missing_parts(sources: Sources, index: Index, rows_per_file: int) -> list[Item]:
-    """Return the items of load_chunks for all chunks that have no part."""
+    """Return the items of load_chunks for all chunks that have no part.
+
+    They also have "shown": {number of a source: numbers of its rows that are for the contact sheet}.
+    """
     chunks = Chunks(sources.rows, rows_per_file)
     is_asked = np.ones(len(chunks), bool)
     is_asked[chunks.numbers(index.source, index.chunk)] = False
-    return _make_items(sources, chunks, is_asked)
+    items, shown = _make_items(sources, chunks, is_asked), choose_rows(sources.rows)
+    for item in items:
+        item["shown"] = {number: shown[number] for number in set(item["numbers"].tolist()) & shown.keys()}
+    return items
 
 
 def parts_to_complete(sources: Sources, index: Index, rows_per_file: int) -> list[Item]:
@@ -109,11 +118,15 @@ def _sources_of(item: Item, rows_per_file: int) -> Iterator[tuple[int, Source, l
 
 
 def load_chunks(item: Item, loader: Loader, rows_per_file: int) -> Iterator[dict[str, Any]]:
-    """Yield the chunks that an item asks for, each as returned by Loader, with the "name" of its part."""
+    """Yield the chunks that an item asks for, each as returned by Loader.
+
+    Each has also the "name" of its part, and "shown": numbers of its rows that are for the contact sheet.
+    """
     for number, source, missing in _sources_of(item, rows_per_file):
         chunks = loader.load_all(source, _batches(source, missing, rows_per_file))
         for chunk, loaded in zip(missing, chunks, strict=True):
-            yield {"name": part_name(number, chunk), **loaded}
+            shown = [row for row in item["shown"].get(number, []) if row // rows_per_file == chunk]
+            yield {"name": part_name(number, chunk), "shown": shown, **loaded}
 
 
 def _batches(source: Source, chunks: list[int], rows_per_file: int) -> Iterator[Batch]:
@@ -189,6 +202,21 @@ class PartWriter:
         name = chunk["name"]
         data = self.folder.read(name) if chunk.get("is_rest") else None
         if data is None or chunk["keys"] or chunk["bad"] or chunk["filtered"]:
-            data = to_parquet(chunk, self.encoder(chunk) if chunk["keys"] else {}, data)
+            columns = self.encoder(chunk) if chunk["keys"] else {}
+            data = to_parquet({**chunk, "notes": self._describe(chunk, data)}, columns, data)
             self.folder.write(name, data)
         return describe_part(name, data)
+
+    def _describe(self, chunk: dict[str, Any], part: bytes | None) -> dict[str, Any]:
+        """Return index.own_notes of a chunk, with those of the part that it is added to."""
+        notes = own_notes(part) if part else {}
+        if not chunk["keys"]:
+            return notes
+        tokens, resolutions = self.encoder.count_tokens(chunk["captions"]), self.encoder.resolutions
+        statistics = Statistics.of(chunk["crops"], resolutions, chunk["captions"], *tokens)
+        if "statistics" in notes:
+            statistics.add(notes["statistics"])
+        notes["statistics"] = statistics.to_note()
+        if chunk.get("shown"):
+            notes["pictures"] = thumbnails(chunk, max(resolutions))
+        return notes

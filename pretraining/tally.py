@@ -1,17 +1,22 @@
-"""Counts of the rows of a data set of latents, and the shares of unusable rows that end a run."""
+"""Counts of the rows of a data set of latents, the shares of unusable rows that end a run, and all that parts note."""
 
 from __future__ import annotations
 
-import itertools
+import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import BadInput, TryAgain
+from common.messages import say
+from common.storage import join
 from pretraining.columns import row_number
 from pretraining.index import COUNTS, Index, IndexWriter, Record, read_index, read_notes
 from pretraining.loader import likely_bad
+from pretraining.statistics import Statistics, add_bounded, count_reasons
 
+BAD_ROWS = "bad_rows.jsonl"
+LISTED = 100_000  # rows that it lists at most
 MOST_LATER = 0.5  # share of rows that cannot be fetched, above which the network or a server is taken to be away
 
 
@@ -85,10 +90,39 @@ def _first(writer: IndexWriter, note: str) -> list[str]:
     return next(notes[note][0] for _, notes in read_notes(writer.folder, writer.files, index) if notes[note])
 
 
-def list_bad_rows(writer: IndexWriter, index: Index, most: int) -> list[list[str]]:
-    """Return [key, reason] of the first bad rows, at most `most`, with those that could not be fetched."""
-    notes = read_notes(writer.folder, writer.files, index)
-    return list(itertools.islice(itertools.chain.from_iterable(_all_bad(each) for _, each in notes), most))
+@dataclass
+class Summary:
+    """What the notes of all parts say.
+
+    bad_rows: [key, reason] of the first LISTED bad rows, with those that could not be fetched. reasons, filtered:
+    numbers of rows by reason, of all bad rows and of those that filters left out. pictures: of thumbnails, by part.
+    """
+
+    bad_rows: list[list[str]] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    filtered: Counter[str] = field(default_factory=Counter)
+    statistics: Statistics = field(default_factory=Statistics)
+    pictures: dict[int, list[list[str]]] = field(default_factory=dict)
+
+    def bad_rows_as_lines(self) -> bytes:
+        """Return the content of BAD_ROWS."""
+        return "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in self.bad_rows).encode()
+
+
+def summarise(writer: IndexWriter, index: Index) -> Summary:
+    """Return the Summary of all parts in one pass over the index; those of older versions have less to say."""
+    found = Summary()
+    for part, notes in read_notes(writer.folder, writer.files, index):
+        if bad := notes["bad"] + notes["later"]:
+            if len(found.bad_rows) < LISTED:
+                found.bad_rows += _all_bad(notes)[: LISTED - len(found.bad_rows)]
+            add_bounded(found.reasons, notes.get("reasons") or count_reasons(reason for _, reason in bad))
+        add_bounded(found.filtered, notes["filtered"])
+        if "statistics" in notes:
+            found.statistics.add(notes["statistics"])
+        if "pictures" in notes:
+            found.pictures[part] = notes["pictures"]
+    return found
 
 
 def _all_bad(notes: dict[str, Any]) -> list[list[str]]:
@@ -97,9 +131,12 @@ def _all_bad(notes: dict[str, Any]) -> list[list[str]]:
     return sorted(notes["bad"] + later, key=row_number)
 
 
-def count_filtered(writer: IndexWriter, index: Index) -> dict[str, int]:
-    """Return {reason: number of rows that filters left out for it}."""
-    counts: Counter[str] = Counter()
-    for _, notes in read_notes(writer.folder, writer.files, index):
-        counts.update(notes["filtered"])
-    return dict(counts)
+def say_what_is_left_out(location: str, tally: Tally, summary: Summary) -> None:
+    """Print the first bad rows of a finished data set, and how many are bad or filtered."""
+    for key, reason in summary.bad_rows[:10]:
+        say(f"skipped {key}: {reason}")
+    if bad := tally.bad + tally.later:
+        what = "lists them all" if bad <= LISTED else f"lists {LISTED} of them, the index all"
+        say(f"skipped {bad} bad rows of {tally.rows + bad}: {join(location, BAD_ROWS)} {what}")
+    for reason, count in sorted(summary.filtered.items()):
+        say(f"filtered {count} rows: {reason}")

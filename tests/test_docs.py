@@ -367,7 +367,7 @@ def test_commands_are_found():
     assert scripts == {
         f"{name}.py" for name in ("cache_model", "run_model", "train", "evaluate", "export", "import_model")
     }
-    assert sum(words[:2] == ["python", "pretrain.py"] for words in found["docs/pretraining.md"]) == 4
+    assert sum(words[:2] == ["python", "pretrain.py"] for words in found["docs/pretraining.md"]) == 5
     long = next(words for words in found["docs/training.md"] if words[:2] == ["python", "train.py"])
     assert long[-2:] == ["--max_train_pairs", "800"]  # on the third line
 

@@ -19,7 +19,7 @@ from common import errors, folders
 from common.images import crop_square, read_image, scale_pixels
 from common.storage import Folder
 from pipelines.families import SD
-from pretraining import tally
+from pretraining import index, tally
 from pretraining.latents import digest_encoders
 from pretraining.tally import Tally
 
@@ -37,8 +37,9 @@ CAPTIONS = [
     "z",
     "-",
 ]
-BESIDE = ["_index-00000.parquet", "bad_rows.jsonl"]
 PARTS = [f"part-000000-{chunk:04d}.parquet" for chunk in range(3)]
+CARD = ["README.md", "contact_sheet.jpg", "statistics.json"]
+WRITTEN = sorted(["_index-00000.parquet", "bad_rows.jsonl", "metadata.json", *CARD, *PARTS])
 
 
 def make_data(folder, bad=(), count=10, **options):
@@ -121,6 +122,10 @@ def read_parts(folder):
     return columns
 
 
+def read_statistics(folder):
+    return json.loads(Folder(folder).read("statistics.json"))
+
+
 def read_bad_rows(folder):
     return [json.loads(line) for line in Folder(folder).read("bad_rows.jsonl").decode().splitlines()]
 
@@ -140,7 +145,7 @@ def whole(tiny_model, data, tmp_path_factory):
 
 
 def test_the_columns_are_latents_captions_and_keys(whole):
-    assert sorted(tree(whole)) == [*BESIDE, "manifest.json", "metadata.json", *PARTS]
+    assert sorted(tree(whole)) == sorted([*WRITTEN, "manifest.json"])
     columns = read_parts(whole)
     shapes = {"key": (), "caption": (), "caption_latents": (24, 16)}
     for size in (16, 32):
@@ -188,7 +193,8 @@ def test_the_metadata_say_what_a_reader_must_know(whole, tiny_model):
     assert {name: metadata[name] for name in known} == known
     assert metadata["settings"]["seed"] == 0 and metadata["settings"]["crop"] == "center"
     assert (whole / "bad_rows.jsonl").read_bytes() == b""
-    assert folders.read_manifest(whole, deep=True)["settings"] == metadata["settings"]
+    manifest = folders.read_manifest(whole, deep=True)
+    assert manifest["settings"] == metadata["settings"] and set(manifest["files"]) == set(WRITTEN) - set(PARTS)
     assert [path.name for path in whole.parent.iterdir()] == ["out"]
 
 
@@ -234,6 +240,8 @@ def test_filtered_rows_are_counted_by_reason_and_apart_from_bad_ones(encode, sto
     assert encode(*flags, source=source) == result
     with pytest.raises(errors.BadInput, match=r"where was 'score >= 3 and score != 5', now 'score > 3'"):
         encode("--where", "score > 3", *limits, source=source)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| left out by filters | 5 | 50 % |" in card and "| `--where` | 4 | 40 % |" in card
     plain = encode("--max_bad_fraction", "0.2", source=source, folder=tmp_path / "plain")
     assert plain.keys() == {"output_dir", "rows", "bad_rows"} and plain["rows"] == 9
     settings = json.loads((tmp_path / "plain" / "metadata.json").read_text())["settings"]
@@ -248,6 +256,10 @@ def test_one_bad_row_in_a_hundred_is_listed_and_left_out(encode, tmp_path):
     assert list(columns["caption"]) == [CAPTIONS[row % 10] for row in range(100) if row != 70]
     bad = read_bad_rows(tmp_path / "out")
     assert len(bad) == 1 and bad[0]["key"] == "x.parquet:0:70" and "damaged" in bad[0]["reason"]
+    facts = read_statistics(tmp_path / "out")
+    assert (facts["bad_rows"], facts["unfetched_rows"], facts["counted_rows"]) == (1, 0, 99)
+    ((reason, count),) = facts["bad_rows_by_reason"].items()
+    assert count == 1 and reason.startswith("damaged")
 
 
 def test_too_many_bad_rows_end_the_run_and_a_larger_share_goes_on(encode, stop_at, tmp_path):
@@ -382,6 +394,11 @@ def test_a_server_that_is_busy_for_a_while_costs_no_row(encode, web, url_data, t
     assert list(one["key"]) == list(other["key"]) and list(one["caption"]) == list(other["caption"])
     assert all(np.allclose(one[name], other[name], rtol=2e-3, atol=2e-3) for name in one if "latents" in name)
     assert read_bad_rows(tmp_path / "out") == read_bad_rows(tmp_path / "undisturbed")
+    facts, others = (read_statistics(tmp_path / name) for name in ("out", "undisturbed"))
+    assert (
+        facts["counted_rows"] == 9 and facts["images"] == others["images"] and facts["captions"] == others["captions"]
+    )
+    assert facts["bad_rows_by_reason"] == others["bad_rows_by_reason"] == {"cannot be fetched: HTTP 404": 1}
 
 
 def test_the_same_command_tries_again_until_the_server_is_back(encode, web, url_data, tmp_path, capsys):
@@ -402,6 +419,9 @@ def test_rows_that_can_never_be_fetched_are_bad_rows(encode, web, url_data, tmp_
     found = [row["reason"] for row in read_bad_rows(tmp_path / "out")]
     assert found[2] == "cannot be fetched: HTTP 404"
     assert found[0] == found[1] == found[3] == "cannot be fetched: HTTP 503, also when tried again"
+    facts = read_statistics(tmp_path / "out")
+    assert facts["bad_rows_by_reason"] == {"cannot be fetched: HTTP 503": 3, "cannot be fetched: HTTP 404": 1}
+    assert (facts["bad_rows"], facts["unfetched_rows"], facts["counted_rows"]) == (4, 3, 6)
     web.hits.clear()
     assert encode(*FETCH, 0.4, source=url_data)["rows"] == 6 and not web.hits  # the data set is complete
 
@@ -455,7 +475,9 @@ preprocess.main(preprocess.parse_args())
     left = [path.name for path in (tmp_path / "out.work" / "parts").iterdir()]
     assert PARTS[0] in left and PARTS[1] not in left and len(left) == 3
     assert not (tmp_path / "out").exists()
+    written = (tmp_path / "out.work" / "parts" / PARTS[0]).stat().st_mtime_ns
     encode(*flags)
+    assert (tmp_path / "out" / PARTS[0]).stat().st_mtime_ns == written
     assert contents(tmp_path / "out") == contents(whole)
     assert len(set(read_parts(tmp_path / "out")["key"])) == 10
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -533,13 +555,27 @@ def test_parts_of_a_run_that_was_killed_before_it_appeared_keep_their_settings(e
         encode("--crop", "random")
     seen = stop_at()
     assert encode()["rows"] == 10 and seen == []
-    assert sorted(tree(tmp_path / "out")) == [
-        "_index-00000.parquet",
-        "bad_rows.jsonl",
-        "manifest.json",
-        "metadata.json",
-        *PARTS,
-    ]
+    assert sorted(tree(tmp_path / "out")) == sorted([*WRITTEN, "manifest.json"])
+
+
+def test_parts_of_an_older_version_are_kept_and_the_card_says_so(encode, stop_at, tmp_path):
+    """Their records have neither statistics nor pictures nor general reasons."""
+    source = make_data(tmp_path / "data", bad=[1])
+    stop_at(1)
+    with pytest.raises(errors.OutOfResource):
+        encode("--max_bad_fraction", 0.1, source=source)
+    parts = Folder(tmp_path / "out.work" / "parts")
+    (record,) = index.read_records(parts, "_index-00000.parquet")
+    notes = json.loads(record["notes"])
+    old = {name: notes[name] for name in ("bad", "later", "filtered")}
+    assert notes.keys() - old.keys() == {"statistics", "pictures", "reasons"}
+    parts.write("_index-00000.parquet", index.to_bytes([{**record, "notes": json.dumps(old)}]))
+    seen = stop_at()
+    assert encode("--max_bad_fraction", 0.1, source=source)["rows"] == 9 and seen == PARTS[1:]
+    facts, card = read_statistics(tmp_path / "out"), (tmp_path / "out" / "README.md").read_text()
+    assert facts["counted_rows"] == 6 and "Sizes and lengths are known of 6 of the 9 rows" in card
+    assert list(facts["bad_rows_by_reason"].values()) == [1]
+    assert "\n1. `犬`\n" in card and "\n6. `-`\n" in card
 
 
 def test_a_damaged_data_set_is_in_the_way(encode, tmp_path):
@@ -616,7 +652,7 @@ def test_from_a_store_to_a_store(encode, stop_at, data, s3, whole, tmp_path):
     seen = stop_at()
     assert encode(*flags, **options)["rows"] == 10 and seen == PARTS[2:]
     there = Folder(s3("deep/out"))
-    assert list(there.names("")) == [*BESIDE, "metadata.json", *PARTS]
+    assert list(there.names("")) == WRITTEN
     assert {name: there.read(name) for name in PARTS} == {name: (whole / name).read_bytes() for name in PARTS}
     assert encode(*flags, **options)["rows"] == 10 and seen == PARTS[2:]  # all there
     assert list(tmp_path.iterdir()) == []
@@ -670,3 +706,7 @@ def test_actors_write_what_this_process_does(ray_session, encode, tmp_path):
             else (values == there[name]).all()
         )
     assert read_bad_rows(tmp_path / "here") == read_bad_rows(tmp_path / "there") != []
+    facts = [read_statistics(tmp_path / name) for name in ("here", "there")]
+    assert [each.pop("bytes") > 0 for each in facts] == [True, True] and facts[0] == facts[1]  # latents round otherwise
+    sheets = [(tmp_path / name / "contact_sheet.jpg").read_bytes() for name in ("here", "there")]
+    assert sheets[0] == sheets[1]

@@ -7,13 +7,11 @@ import io
 import sys
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
-
 from common import cli, errors, folders, messages
+from common.sheets import make_sheet
 from utils import image_seed
 
-COLUMNS, CELL, CAPTION_LINES, LINE, GAP = 4, 128, 2, 12, 4  # CELL, LINE and GAP in pixels
-FONT_SIZE = 10
+COLUMNS = 4
 PROMPTS_FILE = Path(__file__).with_suffix(".txt")
 
 
@@ -47,33 +45,6 @@ def read_prompts(path):
     return prompts
 
 
-def wrap(text, font):
-    """Return a text wrapped to the width of a cell, as at most CAPTION_LINES lines."""
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= CELL or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines[:CAPTION_LINES]
-
-
-def make_sheet(images, prompts):
-    """Return a Pillow image of all pictures, CELL pixels a side, with their prompts below, in COLUMNS columns."""
-    font = ImageFont.load_default(FONT_SIZE)
-    height = CELL + CAPTION_LINES * LINE + 2 * GAP
-    num_rows = -(-len(images) // COLUMNS)
-    sheet = Image.new("RGB", (COLUMNS * (CELL + GAP) + GAP, num_rows * height + GAP), "white")
-    pen = ImageDraw.Draw(sheet)
-    for index, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
-        left, top = GAP + index % COLUMNS * (CELL + GAP), GAP + index // COLUMNS * height
-        sheet.paste(image.resize((CELL, CELL), Image.Resampling.LANCZOS), (left, top))
-        for line, text in enumerate(wrap(prompt, font)):
-            pen.text((left + CELL / 2, top + CELL + GAP + line * LINE), text, fill="black", font=font, anchor="ma")
-    return sheet
-
-
 def draw_prompts(pipeline, prompts, seed, **sampler):
     """Return one picture for each prompt; its noise depends only on the seed and the number of the prompt."""
     from pipelines.loading import draw_images
@@ -102,7 +73,7 @@ def main(args):
     pipeline = load_pipeline(args.model_dir, torch.float32, args.checkpoint, safety_checker=False).to(device)
     sampler = {name: getattr(args, name) for name in ("num_inference_steps", "guidance_scale")}
     file = io.BytesIO()
-    make_sheet(draw_prompts(pipeline, prompts, args.seed, **sampler), prompts).save(file, "PNG")
+    make_sheet(draw_prompts(pipeline, prompts, args.seed, **sampler), prompts, COLUMNS).save(file, "PNG")
     output.parent.mkdir(parents=True, exist_ok=True)
     folders.write_bytes(output, file.getvalue())
     messages.print_result(output=str(output), images=len(prompts))

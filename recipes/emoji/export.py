@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from common import cli, errors, folders, messages
+from common.sheets import make_sheet
 from pipelines.loading import load_pipeline, set_up_torch
 from pipelines.model_folder import copy_component
 from recipes.emoji import contact_sheet, pictures
@@ -95,7 +96,7 @@ def main(args):
     pipeline = load_pipeline(args.model_dir, torch.float32)
     with folders.staging(args.output_dir) as beside:
         images = contact_sheet.draw_prompts(pipeline, prompts, SEED, num_inference_steps=30, guidance_scale=3.0)
-        contact_sheet.make_sheet(images, prompts).save(beside / "contact_sheet.png")
+        make_sheet(images, prompts, contact_sheet.COLUMNS).save(beside / "contact_sheet.png")
         shutil.copyfile(Path(args.model_dir) / "model_index.json", beside / "model_index.json")
         for name, part in pipeline.to(torch.float16).components.items():
             if isinstance(part, torch.nn.Module):

@@ -280,8 +280,8 @@ SHARED_FLAGS = """
 
 
 PRETRAIN_FLAGS = """
-    data online resolution latents_column caption_latents_column prescaled_latents num_validation_rows shuffle_window
-    unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs
+    data validation_data online resolution latents_column caption_latents_column prescaled_latents num_validation_rows
+    shuffle_window unet_config init_from_pretrained storage_path experiment_name sample_prompts max_steps max_epochs
     batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
     snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
     checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers data_loading_accelerator_type

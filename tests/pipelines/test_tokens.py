@@ -12,7 +12,7 @@ from pipelines import tokens
 from pipelines.model_folder import (
     check_pipeline,
 )
-from pipelines.tokens import check_vocabulary, max_tokens, say_what_is_cut, tokenize
+from pipelines.tokens import check_vocabulary, count_tokens, max_tokens, say_what_is_cut, tokenize
 
 
 @pytest.fixture
@@ -145,3 +145,10 @@ def test_what_of_a_long_prompt_is_cut_is_said(tiny_model, length, capsys):
     assert len(said) == 1
     assert f"{length} tokens" in said[0] and f"has {length + 3}" in said[0] and "'xyz'" in said[0]
     assert fits + "xyz" in said[0]
+
+
+def test_all_tokens_of_a_prompt_are_counted(tiny_model, caplog):
+    """Those of the tiny tokenizer are single letters; nothing is said of prompts that are cut elsewhere."""
+    empty, three, many = count_tokens(str(tiny_model), ["", "abc", "a" * 100])
+    assert empty == 2 and three == 5 and many == 102 > max_tokens(tiny_model)
+    assert not caplog.records

@@ -12,7 +12,7 @@ from fake_rows import fake_load
 
 from common import errors
 from pipelines.objectives import Diffusion
-from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
+from pretraining.batches import Batching, ahead, choose_rows, hold_out, training_batches, validation_batches
 from pretraining.streams import Order
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,6 +144,15 @@ def test_the_last_rows_are_held_out():
         for chunk, rows in enumerate(kept):
             lengths = [(piece["first"], piece["last"]) for piece in pieces if piece["chunk"] == chunk]
             assert lengths == ([(rows, (3, 4, 5)[chunk])] if rows < (3, 4, 5)[chunk] else [])
+
+
+def test_the_first_rows_of_another_data_set_take_none_from_training():
+    rows = np.array((3, 4, 5))
+    assert [pieces for _, pieces in (choose_rows(rows, 2), hold_out(rows, 2))] == [hold_out(rows, 2)[1]] * 2
+    for num_rows, ends in ((0, [2, 6]), (8, [2, 6]), (1, [1]), (3, [2, 1])):
+        kept, pieces = choose_rows(rows, num_rows, np.array((2, 6)))
+        assert kept.tolist() == [3, 4, 5]
+        assert pieces == [{"chunk": i, "first": 0, "last": last, "epoch": 0} for i, last in enumerate(ends)]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 6, 7, 11])

@@ -220,7 +220,7 @@ def test_a_file_that_does_not_fit_the_manifest_is_named(sealed, tiny_model, kept
         open_latents(str(sealed), str(tiny_model), RESOLUTION)
 
 
-@pytest.mark.parametrize("place", [0.1, 0.2, 0.4, 0.6])
+@pytest.mark.parametrize("place", [0.1, 0.2, 0.3])  # of the columns; the notes are behind them
 def test_a_flipped_bit_is_seen_when_the_rows_are_read(sealed, tiny_model, place):
     files = open_latents(str(sealed), str(tiny_model), RESOLUTION)
     path = sealed / "part-000000-0002.parquet"
