@@ -1,6 +1,7 @@
 """parts.py: the names of the parts, which of them are missing, and the chunks that are loaded for them."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ from common import errors
 from common.storage import Folder
 from pretraining import parts, tars
 from pretraining.columns import to_parquet
-from pretraining.index import Index, IndexWriter, describe_part, part_name
+from pretraining.index import Index, IndexWriter, describe_part, part_name, read_notes
 from pretraining.loader import Loader
-from pretraining.parts import load_again, load_chunks, missing_parts, parts_to_complete, resume
+from pretraining.parts import PartWriter, load_again, load_chunks, missing_parts, parts_to_complete, resume
 from pretraining.raw_data import list_sources
+from pretraining.statistics import Statistics
 
 LOADER = Loader((RESOLUTION,), random_crop=False, random_flip=False, seed=0, timeout=1.0, retries=0)
 
@@ -144,3 +146,27 @@ def test_rows_that_cannot_be_fetched_are_loaded_again_without_the_others(web, tm
     assert sorted(web.hits) == ["/503/1", "/silent/7"]
     assert [chunk["name"] for chunk in again] == [part_name(0, 0), part_name(0, 1)]
     assert [(chunk["keys"], len(chunk["later"])) for chunk in again] == [(["x.parquet:0:1"], 0), ([], 1)]
+
+
+def test_a_part_has_its_notes_in_it_and_they_grow_with_rows_that_are_fetched_again(web, tmp_path, tiny_model):
+    urls = [f"{web.address}/{kind}/{row}" for row, kind in enumerate(["good", "503", "good"])]
+    write_parquet(tmp_path / "x.parquet", urls, ["a cat", "a red dog", ""], image_column="url")
+    (tmp_path / "out").mkdir()
+    options = {"resolutions": (RESOLUTION,), "batch_size": 4, "mixed_precision": "no"}
+    writer, sources = PartWriter(str(tmp_path / "out"), model_dir=str(tiny_model), **options), list_sources(tmp_path)
+    (item,) = missing_parts(sources, make_index([]), 4)
+    assert item["shown"] == {0: [0, 1, 2]}
+    (record,) = map(writer, load_chunks(item, LOADER, 4))
+    web.down["503"] = "good"
+    index, _ = resume(writer.folder)  # from the part itself: a killed run has no record of it
+    (item,) = parts_to_complete(sources, index, 4)
+    (again,) = map(writer, load_again(item, LOADER, 4, str(tmp_path / "out")))
+    (found,) = [notes for _, notes in read_notes(writer.folder, ["_index-00000.parquet"], index)]
+    assert found == json.loads(record["notes"]) and len(found["pictures"]) == 2
+    notes = json.loads(again["notes"])
+    assert notes["pictures"] == found["pictures"] and (again["rows"], again["later"]) == (3, 0)
+    counted = [Statistics(), Statistics()]
+    for statistics, note in zip(counted, (found, notes), strict=True):
+        statistics.add(note["statistics"])
+    assert [each.rows for each in counted] == [2, 3]
+    assert [each.quantiles("characters")["largest"] for each in counted] == [5, 9]
