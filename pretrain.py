@@ -28,7 +28,7 @@ from pipelines.configs import read_config, read_unet_config
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, count_weights
 from pipelines.upload import add_hub_flags, check_hub_flags
-from pretraining.batches import Batching, ahead, hold_out, training_batches, validation_batches
+from pretraining.batches import Batching, ahead, hold_out, pin, training_batches, validation_batches
 from pretraining.inputs import add_data_flags, add_loading_flags, add_model_flags, open_data
 from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
 from pretraining.online import RawImages, make_load
@@ -38,7 +38,7 @@ from training import checkpoints, driver, estimate, flags, launch, loop, paralle
 from training.inputs import check_inputs
 from training.modules import load_unet, recomputes
 from training.optimizer import make_optimizer
-from training.pretraining_flags import add_strategy_flags, add_training_flags
+from training.pretraining_flags import add_strategy_flags, add_training_flags, check_strategy
 from training.publishing import pretraining_card, publish_pipeline
 from training.task import Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
 
@@ -64,6 +64,7 @@ def parse_args(argv=None):
     cli.add_compute_flags(group)
     args = parser.parse_args(argv)
     flags.check_schedule(parser, args)
+    check_strategy(parser, args)
     check_hub_flags(parser, args)
     if args.online and args.prescaled_latents:
         parser.error("--prescaled_latents describes latents, but --online reads images: use only one of them")
@@ -100,6 +101,8 @@ class Pretraining:
     rows_per_step: int
     caption_dropout: float
     sample_prompts: list
+    reduce_dtype: str
+    compile: bool
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,8 @@ def make_batches(task, place, first_step, objective):
     batching = Batching(*sizes, config.caption_dropout, schedule.seed, objective)
     is_ahead = bool(config.pool["num_workers"]) or not config.online  # encoding in this process alternates with steps
     batches = training_batches(order, load, first_step, schedule.max_train_steps, batching, no_caption, is_ahead)
+    if place.device.type == "cuda":
+        batches = map(pin, batches)
     if is_ahead:
         batches = ahead(batches, config.prefetch_batches)
     return batches, validation_batches(held_out, load, place, batching) if held_out else []
@@ -177,9 +182,12 @@ def prepare(task, place, start):
         schedule.seed,
         from_pretrained=config.init_from_pretrained,
         gradient_checkpointing=recomputes(family, compute.gradient_checkpointing, place.device.type),
-        channels_last=config.strategy != "fsdp",
+        channels_last=config.strategy != "fsdp" and not task.optimization.use_8bit_adam,  # both copy the weights
     )
-    model = parallel.wrap(unet, place, config.strategy, config.fsdp_sharding, dtype)
+    sharding = config.strategy, config.fsdp_sharding
+    if config.compile:
+        parallel.compile_modules({"unet": unet})
+    model = parallel.wrap(unet, place, *sharding, dtype, config.reduce_dtype)
     optimizer = make_optimizer(task.optimization, schedule.max_train_steps, {"unet": unet}, place, dtype, start)
     ema = parallel.Ema(unet.parameters(), config.ema_decay) if config.ema_decay else None
     if start.step and ema:
@@ -248,7 +256,7 @@ def read_inputs(args):
     sample_size = args.resolution // find_family(args.model_dir).sizes(args.model_dir).cell
     settings["unet"] = {**read_unet_config(args.unet_config, args.model_dir), "sample_size": sample_size}
     settings["data"] = folders.digest_values(data.fingerprint)
-    return settings, data
+    return settings | flags.given_rounding(args), data  # older results lack these settings
 
 
 def plan_steps(args, settings, data, num_workers):

@@ -71,14 +71,19 @@ def training_batches(
 def with_noise(batch: Arrays, drawn: list[tuple[np.ndarray, np.ndarray, int]]) -> dict[str, torch.Tensor]:
     """Return a batch as tensors, with the (noise, posterior noise, timestep) drawn for each row.
 
-    mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; captions: as in
-    pipelines.conditions, [B, ...] float32; for SDXL time_ids: [B, 6] float32.
+    mean, std: [B, c, h, w] as they are read, float16 or float32; noise, posterior_noise: float32; timesteps: [B]
+    int64; captions: as in pipelines.conditions, [B, ...], as they are read; for SDXL time_ids: [B, 6] float32.
     """
     import torch
 
     noise, posterior_noise, timesteps = (np.stack(each) for each in zip(*drawn, strict=True))
     fields = {**batch, "noise": noise, "posterior_noise": posterior_noise, "timesteps": timesteps}
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
+
+
+def pin(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch in pinned memory, from which it is copied to a GPU while this process goes on."""
+    return {name: value.pin_memory() for name, value in batch.items()}
 
 
 def hold_out(chunk_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, list[Piece]]:

@@ -261,7 +261,7 @@ PRETRAIN_FLAGS = """
     batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
     snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
     checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers prefetch_batches strategy fsdp_sharding
-    guidance_scale push_to_hub hub_public
+    guidance_scale push_to_hub hub_public use_8bit_adam reduce_dtype compile
 """
 
 
