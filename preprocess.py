@@ -2,7 +2,7 @@
 
 Reads Parquet (image bytes, paths or URLs), a folder with metadata.jsonl, or WebDataset tars, from a local disk or an
 object store; writes float16 latents (mean and standard deviation), caption embeddings and captions. To resume, run the
-same command again.
+same command again. Without the embeddings (--no-caption_latents) pretrain.py encodes the captions while it trains.
 
     python preprocess.py --input data/emoji/dataset --model_dir models/emoji-64 --output_dir data/latents
     python preprocess.py --input s3://bucket/laion --model_dir MODEL --output_dir s3://bucket/latents \\
@@ -61,6 +61,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     resolutions_help = "side lengths in pixels to encode each image at; default: the model's resolution"
     group.add_argument("--resolutions", type=cli.positive_int, nargs="+", help=resolutions_help)
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of random crops and flips")
+    captions_help = "store the text encoders' output for each caption; without it pretrain.py encodes the captions"
+    group.add_argument("--caption_latents", action=argparse.BooleanOptionalAction, default=True, help=captions_help)
 
     group = cli.add_shared_flags(parser)
     workers_help = "encoding actors: N, or MIN:MAX; 0: encode in this process; default: one per GPU or per four CPUs"
@@ -85,7 +87,8 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], list[Source
     sources = list_sources(args.input, args.image_column, args.caption_column, **options)
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names} | chosen_filters(args)
-    settings["encoders"] = digest_encoders(args.model_dir, family)
+    settings |= {} if args.caption_latents else {"caption_latents": False}  # others lack the setting, as older ones do
+    settings["encoders"] = digest_encoders(args.model_dir, family, args.caption_latents)
     facts = [{**vars(each), "folder": shown(each.folder)} for each in sources]
     for each in facts:
         del each["where"]  # has a setting of its own
@@ -129,21 +132,22 @@ def _is_whole(output, metadata, overwrite):
     return True
 
 
-def column_shapes(model_dir: str, resolutions: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def column_shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
     """Return {column: shape of a row} of all that is encoded."""
-    family = find_family(model_dir)
-    fields = [image_fields(family, model_dir, resolution) for resolution in resolutions]
-    return {column: shape for each in (*fields, caption_fields(family, model_dir)) for column, shape in each.values()}
+    family = find_family(args.model_dir)
+    fields = [image_fields(family, args.model_dir, resolution) for resolution in args.resolutions]
+    fields += [caption_fields(family, args.model_dir)] if args.caption_latents else []
+    return {column: shape for each in fields for column, shape in each.values()}
 
 
-def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int], rows: int) -> int:
+def check_space_for(args: argparse.Namespace, rows: int) -> int:
     """Return the bytes of the latents and caption embeddings of `rows` rows.
 
     Raises OutOfResource if they do not fit on the local disk.
     """
-    size = 2 * rows * sum(map(math.prod, column_shapes(model_dir, resolutions).values()))  # two bytes a number
-    if not is_remote(output_dir):
-        folders.check_space([("--output_dir", output_dir, size)])
+    size = 2 * rows * sum(map(math.prod, column_shapes(args).values()))  # two bytes a number
+    if not is_remote(args.output_dir):
+        folders.check_space([("--output_dir", args.output_dir, size)])
     return size
 
 
@@ -172,7 +176,7 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: list[Sourc
     """Write the missing parts; return the writer of the index, which has all parts."""
     index, writer = resume(folder)
     tally, total = Tally.of(index), sum(source.num_rows for source in sources)
-    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - tally.total)
+    check_space_for(args, total - tally.total)
     check_model(args.model_dir)
     items = missing_parts(sources, index, args.rows_per_file)
     with Progress("preprocess", total, "rows", initial=tally.total) as progress:
@@ -219,6 +223,7 @@ def write_parts(
         "resolutions": args.resolutions,
         "batch_size": args.encoding_batch_size,
         "mixed_precision": args.mixed_precision,
+        "caption_latents": args.caption_latents,
     }
     loader = Loader(**loader_options(args, args.resolutions))
     prepare = partial(load, loader=loader, rows_per_file=args.rows_per_file)
@@ -235,7 +240,7 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], w
     bad_rows = list_bad_rows(writer, index, LISTED) if bad else []
     lines = [json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in bad_rows]
     folder.write(BAD_ROWS, "".join(lines).encode())
-    shapes = column_shapes(args.model_dir, args.resolutions)
+    shapes = column_shapes(args)
     metadata = {
         "family": find_family(args.model_dir).name,
         "model": base_name(args.model_dir),
@@ -250,8 +255,7 @@ def finish(args: argparse.Namespace, folder: Folder, settings: dict[str, Any], w
         "index": {"files": files, "sha256": index.digest},
         "settings": settings,
     }
-    if filtered:
-        metadata["filtered_rows"] = filtered
+    metadata |= {"filtered_rows": filtered} if filtered else {}
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):
@@ -291,7 +295,7 @@ def main(args: argparse.Namespace) -> None:
         folders.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
     if args.dry_run:
         rows = sum(source.num_rows for source in sources)
-        size = check_space_for(args.output_dir, args.model_dir, args.resolutions, rows)
+        size = check_space_for(args, rows)
         check_model(args.model_dir)
         return messages.print_result(dry_run=True, settings=settings, rows=rows, disk_bytes=size)
     work_dir = f"{args.output_dir}.work"

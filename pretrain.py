@@ -28,12 +28,11 @@ from pipelines.configs import read_config, read_unet_config
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, count_weights
 from pipelines.upload import add_hub_flags, check_hub_flags
-from pretraining.batches import Batching, ahead, hold_out, pin, training_batches, validation_batches
+from pretraining.feeding import make_batches
 from pretraining.inputs import add_data_flags, add_loading_flags, add_model_flags, open_data
-from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
-from pretraining.online import RawImages, make_load
+from pretraining.latents import SUPPORTED
 from pretraining.resources import share_with_loaders
-from pretraining.streams import Order, count_streams
+from pretraining.streams import count_streams
 from training import checkpoints, driver, estimate, flags, launch, loop, parallel, resuming
 from training.inputs import check_inputs
 from training.modules import load_unet, recomputes
@@ -148,26 +147,6 @@ def validation_loss(batches, place, dtype, **options):
     return place.mean(total).item() * place.world_size
 
 
-def make_batches(task, place, first_step, objective):
-    """Return (iterator over this worker's training batches from `first_step` on, list of its validation batches)."""
-    config, schedule, compute = task.pretraining, task.schedule, task.compute
-    data = (RawImages if config.online else LatentFiles)(**config.data)
-    load = make_load(data, config.pool)
-    chunk_rows, held_out = hold_out(data.chunk_rows, config.num_validation_rows)
-    order = Order(chunk_rows, place.rank, place.world_size, config.num_streams, schedule.seed)
-    encoder = LatentEncoder(task.output.model_dir, (), 1, compute.mixed_precision, compute.num_threads)
-    no_caption = encoder.encode_no_caption()
-    sizes = config.batch_size_per_worker, schedule.gradient_accumulation_steps
-    batching = Batching(*sizes, config.caption_dropout, schedule.seed, objective)
-    is_ahead = bool(config.pool["num_workers"]) or not config.online  # encoding in this process alternates with steps
-    batches = training_batches(order, load, first_step, schedule.max_train_steps, batching, no_caption, is_ahead)
-    if place.device.type == "cuda":
-        batches = map(pin, batches)
-    if is_ahead:
-        batches = ahead(batches, config.prefetch_batches)
-    return batches, validation_batches(held_out, load, place, batching) if held_out else []
-
-
 def prepare(task, place, start):
     """Return the loop.Run of a worker, restored from the checkpoint at its start."""
     config, schedule, compute, model_dir = task.pretraining, task.schedule, task.compute, task.output.model_dir
@@ -193,14 +172,15 @@ def prepare(task, place, start):
     if start.step and ema:
         checkpoints.restore_averages(start.folder and start.folder / "ema" / "unet", unet, ema, place)
     objective = family.objective(model_dir, config.snr_gamma)
-    batches, held_out = make_batches(task, place, start.step, objective)
+    batches, held_out, fill = make_batches(task, place, dtype, start.step, objective)
     options = {"model": model, "family": family, "objective": objective, "vae_config": read_config(model_dir, "vae")}
 
     def validate(step):
         if not held_out or not loop.is_due(step, schedule.validation_steps, schedule.max_train_steps):
             return {}
         with ema.in_place() if ema else contextlib.nullcontext():
-            return {"validation_loss": validation_loss(held_out, place, dtype, **options)}
+            filled = ((fill(batch), weights) for batch, weights in held_out)
+            return {"validation_loss": validation_loss(filled, place, dtype, **options)}
 
     def write(folder):
         checkpoints.write_state(folder, {"unet": unet}, optimizer.adamw, place)
@@ -212,7 +192,7 @@ def prepare(task, place, start):
         step=start.step,
         model=model,
         optimizer=optimizer,
-        passes=lambda step, micro: [{"batch": next(batches)}],
+        passes=lambda step, micro: [{"batch": fill(next(batches))}],
         losses=partial(training_step, **options),
         loss_names=("loss",),
         dtype=dtype,
@@ -295,7 +275,7 @@ def explain(args, settings, data):
     """Check what `train` checks and return what it needs, for --dry_run: rows, weights that train, bytes."""
     weights, needs = check_needs(args, settings)
     workers = settings["rows_per_step"] // (args.batch_size_per_worker * args.gradient_accumulation_steps)
-    gpu = estimate.pretraining_bytes(args, settings["unet"], workers)
+    gpu = estimate.pretraining_bytes(args, settings["unet"], workers, data.has_texts)
     return {
         "rows": int(data.chunk_rows.sum()),
         "trained_weights": weights,

@@ -3,6 +3,7 @@
 import argparse
 
 from common import cli
+from common.messages import say
 from pretraining.latents import LatentFiles, open_latents
 from pretraining.loader import add_raw_data_flags, loader_options
 from pretraining.online import RawImages
@@ -18,7 +19,8 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     side = "width and height in pixels to train on; default: the model's resolution"
     group.add_argument("--resolution", type=cli.positive_int, help=side)
     group.add_argument("--latents_column", help="column of image latents; default: image_latents_RESOLUTION")
-    captions = "column of caption embeddings; default: caption_latents or caption_embeddings"
+    captions = "column of caption embeddings; default: caption_latents or caption_embeddings; if the data has neither, "
+    captions += "its captions are encoded while training"
     group.add_argument("--caption_latents_column", help=captions)
     scaled = "the latents are scaled samples, without a standard deviation and metadata.json, as in published data sets"
     group.add_argument("--prescaled_latents", action="store_true", help=scaled)
@@ -64,7 +66,10 @@ def open_data(args: argparse.Namespace) -> LatentFiles | RawImages:
     """Return the LatentFiles or RawImages of --data, checked against the model; nothing is decoded."""
     if not args.online:
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
-        return open_latents(args.data, args.model_dir, args.resolution, *columns)
+        data = open_latents(args.data, args.model_dir, args.resolution, *columns)
+        if data.has_texts:
+            say(f"{args.data} has no caption latents: the captions are encoded in training")
+        return data
     columns = args.image_column, args.caption_column
     options = {"flag": "--data", "indexed": True, "keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
     sources = list_sources(args.data, *columns, **options)

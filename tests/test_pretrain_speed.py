@@ -9,6 +9,8 @@ from test_pretrain import assert_equal, assert_same_state, log_of, losses, short
 
 import pretrain
 from common import errors, folders
+from pretraining import feeding
+from pretraining.captions import CaptionEncoder
 from training import checkpoints
 from training.flags import ROUNDING
 
@@ -87,7 +89,7 @@ def test_batches_for_a_gpu_are_pinned_in_the_thread_that_makes_them(command, mon
     monkeypatch.setattr(pretrain, "make_batches", lambda *given: tasks.append(given) or real(*given))
     command(max_steps=2, num_validation_rows=2)
     ((task, place, *rest),) = tasks
-    unpinned, _ = real(task, place, *rest)
+    unpinned, *_ = real(task, place, *rest)
 
     class Pinned(torch.Tensor):
         pass
@@ -97,7 +99,9 @@ def test_batches_for_a_gpu_are_pinned_in_the_thread_that_makes_them(command, mon
         return tensor.as_subclass(Pinned)
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    pinned, _ = real(task, dataclasses.replace(place, device=torch.device("cuda")), *rest)
+    on_cpu = lambda *given: CaptionEncoder(*given[:3], "cpu")  # noqa: E731
+    monkeypatch.setattr(feeding, "CaptionEncoder", on_cpu)
+    pinned, *_ = real(task, dataclasses.replace(place, device=torch.device("cuda")), *rest)
     for one, other in zip(unpinned, pinned, strict=True):
         assert {type(value) for value in other.values()} == {Pinned}
         assert one["mean"].dtype == one["text_encoder.hidden"].dtype == torch.float16, "until they are on the device"

@@ -135,10 +135,13 @@ def share_of_worker(parts: dict[str, int], unet: Any, sharding: str, shards: int
     return own | {"copies": HALF * gathered, "activations": parts["activations"]}
 
 
-def pretraining_bytes(args: argparse.Namespace, config: dict[str, Any], workers: int) -> dict[str, int]:
+def pretraining_bytes(
+    args: argparse.Namespace, config: dict[str, Any], workers: int, encodes_captions: bool = False
+) -> dict[str, int]:
     """Return the parts of what pretrain.py takes on the GPU of each worker, by its flags; config: of the UNet.
 
-    Workers are taken to be on nodes with as many GPUs as this machine, or on one node if it has none.
+    encodes_captions: whether it holds the text encoders too, of which the weights are counted. Workers are taken to be
+    on nodes with as many GPUs as this machine, or on one node if it has none.
     """
     import torch
 
@@ -148,9 +151,12 @@ def pretraining_bytes(args: argparse.Namespace, config: dict[str, Any], workers:
     parts = device_bytes(family, model_dir, rows, (args.resolution,) * 2, False, is_recomputed, **options)
     if args.ema_decay:
         parts["average"] = parts["weights"]
-    if args.strategy == "ddp" or workers == 1:
-        return parts
-    shards = parallel.count_shards(args.fsdp_sharding, workers, min(workers, torch.cuda.device_count() or workers))
-    unet = loading.empty_model(model_dir, family.denoiser, config)
-    accumulated = (args.gradient_accumulation_steps > 1) * (HALF if args.reduce_dtype == "bf16" else SINGLE)
-    return share_of_worker(parts, unet, args.fsdp_sharding, shards, accumulated)
+    if args.strategy == "fsdp" and workers > 1:
+        shards = parallel.count_shards(args.fsdp_sharding, workers, min(workers, torch.cuda.device_count() or workers))
+        unet = loading.empty_model(model_dir, family.denoiser, config)
+        accumulated = (args.gradient_accumulation_steps > 1) * (HALF if args.reduce_dtype == "bf16" else SINGLE)
+        parts = share_of_worker(parts, unet, args.fsdp_sharding, shards, accumulated)
+    if encodes_captions:
+        encoders = (loading.empty_model(model_dir, name) for name in family.encoders)
+        parts["text_encoders"] = HALF * sum(encoder.num_parameters() for encoder in encoders)
+    return parts

@@ -309,7 +309,7 @@ THEIR_NAMES = {  # of Diffusers' train_dreambooth.py, for flags of ours
     ("name", "flags"),
     [
         ("pretrain", PRETRAIN_FLAGS + RAW_FLAGS),
-        ("preprocess", f"input resolutions seed where min_side max_aspect {RAW_FLAGS}"),
+        ("preprocess", f"input resolutions seed caption_latents where min_side max_aspect {RAW_FLAGS}"),
         ("evaluate", EVALUATE_FLAGS),
         ("train", TRAIN_FLAGS),
         ("run_model", RUN_MODEL_FLAGS),
