@@ -2,7 +2,7 @@
 
 Reads Parquet (image bytes, paths or URLs), a folder with metadata.jsonl, or WebDataset tars, from a local disk or an
 object store; writes float16 latents (mean and standard deviation), caption embeddings and captions. To resume, run the
-same command again.
+same command again. Without the embeddings (--no-caption_latents) pretrain.py encodes the captions while it trains.
 
     python preprocess.py --input data/emoji/dataset --model_dir models/emoji-64 --output_dir data/latents
     python preprocess.py --input s3://bucket/laion --model_dir MODEL --output_dir s3://bucket/latents \\
@@ -62,6 +62,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     resolutions_help = "side lengths in pixels to encode each image at; default: the model's resolution"
     group.add_argument("--resolutions", type=cli.positive_int, nargs="+", help=resolutions_help)
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of random crops and flips")
+    captions_help = "store the text encoders' output for each caption; without it pretrain.py encodes the captions"
+    group.add_argument("--caption_latents", action=argparse.BooleanOptionalAction, default=True, help=captions_help)
 
     group = cli.add_shared_flags(parser)
     workers_help = "encoding actors: N, or MIN:MAX; 0: encode in this process; default: one per GPU or per four CPUs"
@@ -87,7 +89,8 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], Sources]:
     sources = list_sources(args.input, *columns, max_bad_files=args.max_bad_files, **options)
     names = ("resolutions", "crop", "random_flip", "seed", "rows_per_file", "mixed_precision")
     settings = {name: getattr(args, name) for name in names} | chosen_filters(args)
-    settings["encoders"] = digest_encoders(args.model_dir, family)
+    settings |= {} if args.caption_latents else {"caption_latents": False}  # others lack the setting, as older ones do
+    settings["encoders"] = digest_encoders(args.model_dir, family, args.caption_latents)
     place = {"folder": shown(sources.folder)}
     settings["input"] = folders.digest_list(facts | place for facts in sources.facts())
     settings |= {"bad_files": len(sources.bad_files)} if sources.bad_files else {}
@@ -130,21 +133,22 @@ def _is_whole(output, metadata, overwrite):
     return True
 
 
-def column_shapes(model_dir: str, resolutions: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def column_shapes(args: argparse.Namespace) -> dict[str, tuple[int, ...]]:
     """Return {column: shape of a row} of all that is encoded."""
-    family = find_family(model_dir)
-    fields = [image_fields(family, model_dir, resolution) for resolution in resolutions]
-    return {column: shape for each in (*fields, caption_fields(family, model_dir)) for column, shape in each.values()}
+    family = find_family(args.model_dir)
+    fields = [image_fields(family, args.model_dir, resolution) for resolution in args.resolutions]
+    fields += [caption_fields(family, args.model_dir)] if args.caption_latents else []
+    return {column: shape for each in fields for column, shape in each.values()}
 
 
-def check_space_for(output_dir: str, model_dir: str, resolutions: Sequence[int], rows: int) -> int:
+def check_space_for(args: argparse.Namespace, rows: int) -> int:
     """Return the bytes of the latents and caption embeddings of `rows` rows.
 
     Raises OutOfResource if they do not fit on the local disk.
     """
-    size = 2 * rows * sum(map(math.prod, column_shapes(model_dir, resolutions).values()))  # two bytes a number
-    if not is_remote(output_dir):
-        folders.check_space([("--output_dir", output_dir, size)])
+    size = 2 * rows * sum(map(math.prod, column_shapes(args).values()))  # two bytes a number
+    if not is_remote(args.output_dir):
+        folders.check_space([("--output_dir", args.output_dir, size)])
     return size
 
 
@@ -173,7 +177,7 @@ def encode_missing(args: argparse.Namespace, folder: Folder, sources: Sources) -
     """Write the missing parts; return the writer of the index, which has all parts."""
     index, writer = resume(folder)
     tally, total = Tally.of(index), sources.num_rows
-    check_space_for(args.output_dir, args.model_dir, args.resolutions, total - tally.total)
+    check_space_for(args, total - tally.total)
     check_model(args.model_dir)
     items = missing_parts(sources, index, args.rows_per_file)
     with Progress("preprocess", total, "rows", initial=tally.total) as progress:
@@ -220,6 +224,7 @@ def write_parts(
         "resolutions": args.resolutions,
         "batch_size": args.encoding_batch_size,
         "mixed_precision": args.mixed_precision,
+        "caption_latents": args.caption_latents,
     }
     loader = Loader(**loader_options(args, args.resolutions))
     prepare = partial(load, loader=loader, rows_per_file=args.rows_per_file)
@@ -236,7 +241,7 @@ def finish(
     check(args.input, writer, tally, args.max_bad_fraction)
     summary, family = summarise(writer, index), find_family(args.model_dir)
     folder.write(BAD_ROWS, summary.bad_rows_as_lines())
-    shapes = column_shapes(args.model_dir, args.resolutions)
+    shapes = column_shapes(args)
     metadata = {
         "family": family.name,
         "model": base_name(args.model_dir),
@@ -291,7 +296,7 @@ def main(args: argparse.Namespace) -> None:
         folders.check_same_settings(settings, metadata["settings"], f"--output_dir {args.output_dir}")
     if args.dry_run:
         rows = sources.num_rows
-        size = check_space_for(args.output_dir, args.model_dir, args.resolutions, rows)
+        size = check_space_for(args, rows)
         check_model(args.model_dir)
         return messages.print_result(dry_run=True, settings=settings, rows=rows, disk_bytes=size)
     work_dir = f"{args.output_dir}.work"

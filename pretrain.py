@@ -27,7 +27,7 @@ from pipelines.configs import read_config, read_unet_config
 from pipelines.families import find_family
 from pipelines.model_folder import check_model, count_weights
 from pipelines.upload import add_hub_flags, check_hub_flags
-from pretraining.batches import Batching, ahead, choose_rows, training_batches, validation_batches
+from pretraining.feeding import make_batches
 from pretraining.inputs import (
     add_data_flags,
     add_loading_flags,
@@ -36,15 +36,15 @@ from pretraining.inputs import (
     open_data,
     open_validation_data,
 )
-from pretraining.latents import SUPPORTED, LatentEncoder, LatentFiles
-from pretraining.online import RawImages, make_load
+from pretraining.latents import SUPPORTED
+from pretraining.online import RawImages
 from pretraining.resources import loading_pool
-from pretraining.streams import Order, count_streams
+from pretraining.streams import count_streams
 from training import checkpoints, driver, estimate, flags, launch, loop, parallel, resuming
 from training.inputs import check_inputs
 from training.modules import load_unet, recomputes
 from training.optimizer import make_optimizer
-from training.pretraining_flags import add_strategy_flags, add_training_flags
+from training.pretraining_flags import add_strategy_flags, add_training_flags, check_strategy
 from training.publishing import pretraining_card, publish_pipeline
 from training.task import Compute, Images, Optimization, Output, Schedule, Task, from_flags, from_plain
 
@@ -70,6 +70,7 @@ def parse_args(argv=None):
     cli.add_compute_flags(group)
     args = cli.parse(parser, argv)
     flags.check_schedule(parser, args)
+    check_strategy(parser, args)
     check_hub_flags(parser, args)
     check_loading_flags(parser, args)
     if args.unet_config and args.init_from_pretrained:
@@ -107,6 +108,8 @@ class Pretraining:
     rows_per_step: int
     caption_dropout: float
     sample_prompts: list
+    reduce_dtype: str
+    compile: bool
 
 
 @dataclass(frozen=True)
@@ -152,27 +155,6 @@ def validation_loss(batches, place, dtype, **options):
     return place.mean(total).item() * place.world_size
 
 
-def make_batches(task, place, first_step, objective):
-    """Return (iterator over this worker's training batches from `first_step` on, list of its validation batches)."""
-    config, schedule, compute = task.pretraining, task.schedule, task.compute
-    kind = RawImages if config.online else LatentFiles
-    data, apart = kind(**config.data), kind(**config.validation_data) if config.validation_data else None
-    load = make_load(data, config.pool)
-    own = apart.chunk_rows if apart else None
-    chunk_rows, held_out = choose_rows(data.chunk_rows, config.num_validation_rows, own)
-    order = Order(chunk_rows, place.rank, place.world_size, config.num_streams, schedule.seed)
-    encoder = LatentEncoder(task.output.model_dir, (), 1, compute.mixed_precision, compute.num_threads)
-    no_caption = encoder.encode_no_caption()
-    sizes = config.batch_size_per_worker, schedule.gradient_accumulation_steps
-    batching = Batching(*sizes, config.caption_dropout, schedule.seed, objective)
-    is_ahead = bool(config.pool["num_workers"]) or not config.online  # encoding in this process alternates with steps
-    batches = training_batches(order, load, first_step, schedule.max_train_steps, batching, no_caption, is_ahead)
-    if is_ahead:
-        batches = ahead(batches, config.prefetch_batches)
-    load = make_load(apart, config.pool) if apart else load
-    return batches, validation_batches(held_out, load, place, batching) if held_out else []
-
-
 def prepare(task, place, start):
     """Return the loop.Run of a worker, restored from the checkpoint at its start."""
     config, schedule, compute, model_dir = task.pretraining, task.schedule, task.compute, task.output.model_dir
@@ -187,22 +169,26 @@ def prepare(task, place, start):
         schedule.seed,
         from_pretrained=config.init_from_pretrained,
         gradient_checkpointing=recomputes(family, compute.gradient_checkpointing, place.device.type),
-        channels_last=config.strategy != "fsdp",
+        channels_last=config.strategy != "fsdp" and not task.optimization.use_8bit_adam,  # both copy the weights
     )
-    model = parallel.wrap(unet, place, config.strategy, config.fsdp_sharding, dtype)
+    sharding = config.strategy, config.fsdp_sharding
+    if config.compile:
+        parallel.compile_modules({"unet": unet})
+    model = parallel.wrap(unet, place, *sharding, dtype, config.reduce_dtype)
     optimizer = make_optimizer(task.optimization, schedule.max_train_steps, {"unet": unet}, place, dtype, start)
     ema = parallel.Ema(unet.parameters(), config.ema_decay) if config.ema_decay else None
     if start.step and ema:
         checkpoints.restore_averages(start.folder and start.folder / "ema" / "unet", unet, ema, place)
     objective = family.objective(model_dir, config.snr_gamma)
-    batches, held_out = make_batches(task, place, start.step, objective)
+    batches, held_out, fill = make_batches(task, place, dtype, start.step, objective)
     options = {"model": model, "family": family, "objective": objective, "vae_config": read_config(model_dir, "vae")}
 
     def validate(step):
         if not held_out or not loop.is_due(step, schedule.validation_steps, schedule.max_train_steps):
             return {}
         with ema.in_place() if ema else contextlib.nullcontext():
-            return {"validation_loss": validation_loss(held_out, place, dtype, **options)}
+            filled = ((fill(batch), weights) for batch, weights in held_out)
+            return {"validation_loss": validation_loss(filled, place, dtype, **options)}
 
     def write(folder):
         checkpoints.write_state(folder, {"unet": unet}, optimizer.adamw, place)
@@ -214,7 +200,7 @@ def prepare(task, place, start):
         step=start.step,
         model=model,
         optimizer=optimizer,
-        passes=lambda step, micro: [{"batch": next(batches)}],
+        passes=lambda step, micro: [{"batch": fill(next(batches))}],
         losses=partial(training_step, **options),
         loss_names=("loss",),
         dtype=dtype,
@@ -263,7 +249,7 @@ def read_inputs(args):
         settings["bad_files"] = len(data.sources["bad_files"])
     if apart:
         settings["validation_data"] = folders.digest_list(apart.fingerprint)
-    return settings, data, apart
+    return settings | flags.given_rounding(args), data, apart  # older results lack these settings
 
 
 def plan_steps(args, settings, data, num_workers):
@@ -302,7 +288,7 @@ def explain(args, settings, data):
     """Check what `train` checks and return what it needs, for --dry_run: rows, weights that train, bytes."""
     weights, needs = check_needs(args, settings)
     workers = settings["rows_per_step"] // (args.batch_size_per_worker * args.gradient_accumulation_steps)
-    gpu = estimate.pretraining_bytes(args, settings["unet"], workers)
+    gpu = estimate.pretraining_bytes(args, settings["unet"], workers, data.has_texts)
     return {
         "rows": int(data.chunk_rows.sum()),
         "trained_weights": weights,

@@ -9,7 +9,6 @@ to --output_dir; checkpoints, the latent cache and logs to --work_dir. Run the c
         --class_images_dir data/reg --instance_prompt "photo of unqtkn dog" --class_prompt "photo of a dog"
 """
 
-import importlib.util
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import utils
 from common import cli, targets
 from common.buckets import assign, bucket_sizes
 from common.cluster import start_ray
-from common.errors import BadInput
 from common.objects import local_copy, uris_in_errors
 from dataset import Batches, Pairs, cache_posteriors, count_pixels, largest_pass
 from pipelines import loading
@@ -218,9 +216,6 @@ def publish(task, step, device):
 
 def read_inputs(args):
     """Check the model, the prompts and the folders without opening an image; return (settings of the run, Folders)."""
-    asked = [name for name in ("use_8bit_adam", "base_bits") if getattr(args, name)]
-    if asked and not importlib.util.find_spec("bitsandbytes"):
-        raise BadInput(f"--{asked[0]} requires bitsandbytes: python -m pip install bitsandbytes")
     subjects = read_subjects(args, args.model_dir if args.prior_loss_weight else None)
     locations = {each.flag.lstrip("-"): each.location for subject in subjects for each in subject.folders}
     settings = check_inputs(args, SETTINGS, "validation_prompts", **locations)
@@ -282,8 +277,7 @@ def explain(args, settings, found, steps):
     rows, size = largest_pass(args.train_batch_size, photos, class_images, sizes)
     family = find_family(args.model_dir)
     is_recomputed = recomputes(family, args.gradient_checkpointing, "cuda")
-    adam = 2 if args.use_8bit_adam else 8
-    options = (size, args.train_text_encoder, is_recomputed, from_flags(Adapters, args), adam)
+    options = (size, args.train_text_encoder, is_recomputed, from_flags(Adapters, args), args.use_8bit_adam)
     gpu = estimate.device_bytes(family, args.model_dir, rows, *options)
     return {
         "trained_weights": weights,

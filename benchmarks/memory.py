@@ -76,16 +76,16 @@ def write_configs(folder, name):
 
 
 def methods(family, rank):
-    """Yield (flags, whether text encoders train, is_recomputed, Adapters, bytes of AdamW for each weight)."""
+    """Yield (flags, whether text encoders train, is_recomputed, Adapters, use_8bit_adam)."""
     for trains in dict.fromkeys((family.trains_text_encoders, False)):
         text = [] if trains or not family.trains_text_encoders else ["--no-train_text_encoder"]
         for is_recomputed in (False, True):
             more = text + ["--gradient_checkpointing"] * is_recomputed
             for bits in (None, 8, 4):
                 flags = [f"--lora {rank}", *([f"--base_bits {bits}"] if bits else []), *more]
-                yield flags, trains, is_recomputed, Adapters(lora=rank, lora_alpha=float(rank), base_bits=bits), 8
-            for adam_bytes, adam in ((8, []), (2, ["--use_8bit_adam"])) if family.trains_whole else ():
-                yield adam + more, trains, is_recomputed, ALL_WEIGHTS, adam_bytes
+                yield flags, trains, is_recomputed, Adapters(lora=rank, lora_alpha=float(rank), base_bits=bits), False
+            for use_8bit, adam in ((False, []), (True, ["--use_8bit_adam"])) if family.trains_whole else ():
+                yield adam + more, trains, is_recomputed, ALL_WEIGHTS, use_8bit
 
 
 def largest_encoder(family, folder):

@@ -125,13 +125,15 @@ def _less_memory(flags: dict[str, Any]) -> str:
     """
     value, rest = flags.get, "with more --gradient_accumulation_steps"
     ways = {
-        "--use_8bit_adam": value("use_8bit_adam") is False,
+        "--use_8bit_adam": value("use_8bit_adam") is False and value("strategy") != "fsdp",
         "--gradient_checkpointing": value("gradient_checkpointing", True) is not True,
         "--base_bits 4": bool(value("lora")) and value("base_bits", 4) != 4,
         f"a smaller --train_batch_size {rest}": value("train_batch_size", 1) > 1,
         f"a smaller --batch_size_per_worker {rest}": value("batch_size_per_worker", 1) > 1,
         "--no-train_text_encoder": value("train_text_encoder", False) is not False,
-        "--strategy fsdp": value("strategy") == "ddp" and value("num_workers") not in (0, 1),
+        "--strategy fsdp": value("strategy") == "ddp"
+        and value("num_workers") not in (0, 1)
+        and not value("use_8bit_adam"),
         "a smaller --encoding_batch_size": value("online", True) and value("encoding_batch_size", 1) > 1,
         "a smaller --batch_size": value("batch_size", 1) > 1,
         "a smaller --resolution": "resolution" in flags,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 from pretraining.streams import Arrays, Load, Order, Piece, batch_rows, pick_rows, read_pieces
 
 Item = TypeVar("Item")
+Batch = dict[str, Any]  # {field: tensor [B, ...]}; captions that are text are an array of objects [B]
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ def training_batches(
     first_step: int,
     last_step: int,
     batching: Batching,
-    no_caption: Arrays,
+    no_caption: dict[str, Any],
     is_ahead: bool = False,
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[Batch]:
     """Yield this worker's batches for steps `first_step` to `last_step - 1`, as returned by with_noise.
 
     no_caption: the fields of no caption, without a dimension of rows; they replace a share `caption_dropout` of the
@@ -68,17 +69,26 @@ def training_batches(
             yield with_noise(batch, drawn)
 
 
-def with_noise(batch: Arrays, drawn: list[tuple[np.ndarray, np.ndarray, int]]) -> dict[str, torch.Tensor]:
+def with_noise(batch: Arrays, drawn: list[tuple[np.ndarray, np.ndarray, int]]) -> Batch:
     """Return a batch as tensors, with the (noise, posterior noise, timestep) drawn for each row.
 
-    mean, std, noise, posterior_noise: [B, c, h, w] float32; timesteps: [B] int64; captions: as in
-    pipelines.conditions, [B, ...] float32; for SDXL time_ids: [B, 6] float32.
+    mean, std: [B, c, h, w] as they are read, float16 or float32; noise, posterior_noise: float32; timesteps: [B]
+    int64; captions: as in pipelines.conditions, [B, ...], as they are read, or objects [B], str or None for no caption;
+    for SDXL time_ids: [B, 6] float32.
     """
     import torch
 
     noise, posterior_noise, timesteps = (np.stack(each) for each in zip(*drawn, strict=True))
     fields = {**batch, "noise": noise, "posterior_noise": posterior_noise, "timesteps": timesteps}
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in fields.items()}
+    return {
+        name: values if values.dtype == object else torch.from_numpy(np.ascontiguousarray(values))
+        for name, values in fields.items()
+    }
+
+
+def pin(batch: Batch) -> Batch:
+    """Return a batch in pinned memory, from which it is copied to a GPU while this process goes on."""
+    return {name: value.pin_memory() if hasattr(value, "pin_memory") else value for name, value in batch.items()}
 
 
 def hold_out(chunk_rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, list[Piece]]:
@@ -121,7 +131,7 @@ def cut(pieces: list[Piece], first: int, last: int) -> list[Piece]:
 
 def validation_batches(
     pieces: list[Piece], load: Load, place: Any, batching: Batching
-) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+) -> list[tuple[Batch, torch.Tensor]]:
     """Return (batch, row weights [B]) of this worker's share of the held-out rows, with fixed noise and timesteps.
 
     Timesteps are evenly spaced; the latents are the posterior's mean. Shares are padded with rows of weight 0, so that

@@ -14,6 +14,7 @@ from common.errors import CheckFailed
 if TYPE_CHECKING:
     import pyarrow as pa
 
+TEXT = "caption"  # the column of the captions, and the field of those that are not encoded
 Fields = dict[str, tuple[str, tuple[int, ...]]]  # {field of a batch: (its column, shape of a row)}
 
 
@@ -31,7 +32,7 @@ def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray], part: byte
 
     notes = {"bad_rows": chunk["bad"], **chunk.get("notes", {})}
     notes |= {f"{name}_rows": chunk[name] for name in ("later", "filtered") if chunk.get(name)}
-    fields = [pa.field("key", pa.string()), pa.field("caption", pa.string())]
+    fields = [pa.field("key", pa.string()), pa.field(TEXT, pa.string())]
     arrays = [pa.array(chunk["keys"], pa.string()), pa.array(chunk["captions"], pa.string())]
     for name, values in columns.items():
         row, facts = values[0], {"dtype": str(values.dtype), "shape": json.dumps(values.shape[1:])}
@@ -46,7 +47,7 @@ def to_parquet(chunk: dict[str, Any], columns: dict[str, np.ndarray], part: byte
         notes |= {"filtered_rows": dict(filtered)} if filtered else {}
         table = _merge([each for each in (earlier.replace_schema_metadata(), table) if len(each)] or [table])
     table = table.replace_schema_metadata({name: json.dumps(rows) for name, rows in notes.items()})
-    options = {"compression": "zstd", "use_dictionary": ["caption"], "write_page_checksum": True}
+    options = {"compression": "zstd", "use_dictionary": [TEXT], "write_page_checksum": True}
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, row_group_size=max(1, len(table)), **options)
     return buffer.getvalue().to_pybytes()
@@ -66,12 +67,29 @@ def _merge(tables: list[pa.Table]) -> pa.Table:
 
 
 def read_columns(table: pa.Table, fields: Fields, place: str) -> dict[str, np.ndarray]:
-    """Return the columns of a table that `fields` names: {field: [B, *shape]}, float16 or float32; see from_column."""
-    schema = table.schema
-    return {
-        field: from_column(table[column], shape, f"{place}: column {column}", schema.field(column).metadata)
-        for field, (column, shape) in fields.items()
-    }
+    """Return the columns of a table that `fields` names: {field: [B, *shape]}, float16 or float32; see from_column.
+
+    Those of TEXT are str objects [B].
+    """
+    found = {}
+    for field, (column, shape) in fields.items():
+        where = f"{place}: column {column}"
+        if field == TEXT:
+            found[field] = to_texts(table[column], where)
+        else:
+            found[field] = from_column(table[column], shape, where, table.schema.field(column).metadata)
+    return found
+
+
+def to_texts(column: pa.ChunkedArray, place: str) -> np.ndarray:
+    """Return a column of strings as objects [B]; raise CheckFailed if there are nulls, or if it holds others."""
+    import pyarrow as pa
+
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise CheckFailed(f"{place} holds {column.type}, not text: choose another column")
+    if column.null_count:
+        raise CheckFailed(f"{place} holds {column.null_count} null values: remove these rows")
+    return np.array(column.to_pylist(), object)
 
 
 def from_column(

@@ -26,7 +26,8 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
     side = "width and height in pixels to train on; default: the model's resolution"
     group.add_argument("--resolution", type=cli.positive_int, help=side)
     group.add_argument("--latents_column", help="column of image latents; default: image_latents_RESOLUTION")
-    captions = "column of caption embeddings; default: caption_latents or caption_embeddings"
+    captions = "column of caption embeddings; default: caption_latents or caption_embeddings; if the data has neither, "
+    captions += "its captions are encoded while training"
     group.add_argument("--caption_latents_column", help=captions)
     scaled = "the latents are scaled samples, without a standard deviation and metadata.json, as in published data sets"
     group.add_argument("--prescaled_latents", action="store_true", help=scaled)
@@ -121,7 +122,10 @@ def _open(args, location, flag, held_out):
     """Return the LatentFiles or RawImages at a location; held_out: rows at its end that are not trained on."""
     if not args.online:
         columns = (args.latents_column, args.caption_latents_column, args.prescaled_latents)
-        return open_latents(location, args.model_dir, args.resolution, *columns, flag)
+        data = open_latents(location, args.model_dir, args.resolution, *columns, flag)
+        if data.has_texts:
+            say(f"{location} has no caption latents: the captions are encoded in training")
+        return data
     columns = args.image_column, args.caption_column
     options = {"flag": flag, "indexed": True, "keep": not args.dry_run, "on_ray": cli.ray_or_none(args)}
     sources = list_sources(location, *columns, max_bad_files=args.max_bad_files, **options)

@@ -27,7 +27,8 @@ from pipelines.families import SD, find_family
 from pipelines.family import Family
 from pipelines.model_folder import digest_parts
 from pipelines.tokens import count_tokens, tokenizer_of
-from pretraining.columns import Fields, read_columns
+from pretraining.captions import CaptionEncoder, to_numpy
+from pretraining.columns import TEXT, Fields, read_columns
 from pretraining.index import THREADS, Index, check_parts, read_index
 from pretraining.streams import Arrays, Piece
 
@@ -64,7 +65,7 @@ def caption_fields(family: Family, model_dir: str | Path) -> Fields:
 class LatentEncoder:
     """Encodes chunks of a Loader with the frozen VAE and text encoders of a model, `batch_size` rows at a time.
 
-    Without resolutions only captions are encoded, and no VAE is loaded.
+    caption_latents: whether captions are encoded; if not, no text encoder is loaded.
     """
 
     def __init__(
@@ -74,19 +75,21 @@ class LatentEncoder:
         batch_size: int,
         mixed_precision: str,
         num_threads: int | None = None,
+        caption_latents: bool = True,
     ) -> None:
         import torch
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         loading.set_up_torch(self.device, num_threads, mixed_precision)
-        dtype = loading.compute_dtype(mixed_precision, self.device)
         model_dir = str(same_copy(model_dir, "--model_dir"))
-        if resolutions:  # in float32: each image is encoded only once, and some VAEs overflow in float16
-            self.vae = loading.load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
+        # In float32: each image is encoded only once, and some VAEs overflow in float16.
+        self.vae = loading.load_models(model_dir, ("vae",), torch.float32)["vae"].to(self.device)
         self.family = find_family(model_dir, SUPPORTED)
-        encoders = loading.load_models(model_dir, self.family.encoders, dtype)
-        self.encoders = {name: encoder.to(self.device) for name, encoder in encoders.items()}
         self.model_dir, self.resolutions, self.batch_size = model_dir, resolutions, batch_size
+        self.captions: CaptionEncoder | None = None
+        if caption_latents:
+            dtype = loading.compute_dtype(mixed_precision, self.device)
+            self.captions = CaptionEncoder(model_dir, batch_size, dtype, self.device)
 
     def __call__(self, chunk: dict[str, Any]) -> dict[str, np.ndarray]:
         """Return the columns of a chunk, those of image_fields and caption_fields: {column: [B, ...]}.
@@ -102,8 +105,9 @@ class LatentEncoder:
                 rows = self._encode_images(chunk[f"pixels_{resolution}"])
                 rows |= locate(self.family, crops, (resolution, resolution))
                 columns |= to_columns(rows, image_fields(self.family, self.model_dir, resolution))
-            rows = self.encode_captions(chunk["captions"])
-            columns |= to_columns(rows, caption_fields(self.family, self.model_dir))
+            if self.captions:
+                rows = to_numpy(self.captions(chunk["captions"]))
+                columns |= to_columns(rows, caption_fields(self.family, self.model_dir))
         for name, values in columns.items():
             if not np.isfinite(values).all():
                 first = chunk["keys"][0]
@@ -121,25 +125,6 @@ class LatentEncoder:
         mean, std = (np.concatenate(each) for each in zip(*parts, strict=True))
         return {"mean": mean, "std": std}
 
-    def encode_captions(self, captions: Sequence[str]) -> dict[str, np.ndarray]:
-        """Return the fields of captions, {"text_encoder.hidden": [B, L, D] float16, ...}.
-
-        Equal captions are encoded once.
-        """
-        import torch
-
-        unique = sorted(set(captions))
-        place = {caption: number for number, caption in enumerate(unique)}
-        rows = [place[caption] for caption in captions]
-        fields: dict[str, list[np.ndarray]] = {}
-        with torch.inference_mode():
-            for name, ids in self.family.tokenize(self.model_dir, unique).items():
-                for start in range(0, len(ids), self.batch_size):
-                    batch = ids[start : start + self.batch_size].to(self.device)
-                    for key, value in self.family.read(name, self.encoders[name], batch).items():
-                        fields.setdefault(f"{name}.{key}", []).append(value.half().cpu().numpy())
-        return {field: np.concatenate(parts)[rows] for field, parts in fields.items()}
-
     def count_tokens(self, captions: Sequence[str]) -> tuple[list[int], int]:
         """Return (number of tokens of each caption, none cut, how many the first text encoder reads)."""
         encoder = self.family.encoders[0]
@@ -147,22 +132,19 @@ class LatentEncoder:
         counts = dict(zip(unique, count_tokens(self.model_dir, unique, encoder), strict=True))
         return [counts[caption] for caption in captions], self.family.prompt_length(self.model_dir, encoder)
 
-    def encode_no_caption(self) -> dict[str, np.ndarray]:
-        """Return the fields of no caption, for classifier-free guidance, each of one row, float16."""
-        import torch
-
-        empty = {name: torch.from_numpy(value[0]) for name, value in self.encode_captions([""]).items()}
-        return {name: value.numpy() for name, value in self.family.unconditional(self.model_dir, empty).items()}
-
 
 def to_columns(rows: Mapping[str, np.ndarray], fields: Fields) -> dict[str, np.ndarray]:
     """Return the values of fields under the names of their columns."""
     return {column: rows[field] for field, (column, _) in fields.items()}
 
 
-def digest_encoders(model_dir: str | Path, family: Family) -> str:
-    """Return a sha256 of the parts that determine a model's latents: VAE, text encoders and tokenizers."""
-    return digest_parts(model_dir, ("vae", *family.encoders, *map(tokenizer_of, family.encoders)))
+def digest_encoders(model_dir: str | Path, family: Family, caption_latents: bool = True) -> str:
+    """Return a sha256 of the parts that determine a model's latents: VAE, text encoders and tokenizers.
+
+    caption_latents: whether there are any; if not, the VAE alone does.
+    """
+    texts = (*family.encoders, *map(tokenizer_of, family.encoders)) if caption_latents else ()
+    return digest_parts(model_dir, ("vae", *texts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,6 +177,11 @@ class LatentFiles:
         return parts.only(parts.rows > 0)
 
     @property
+    def has_texts(self) -> bool:
+        """Whether its rows have captions as text, which are encoded in training."""
+        return TEXT in self.fields
+
+    @property
     def fingerprint(self) -> list:
         """Values that determine the rows, whatever the location."""
         chunks = self.index["sha256"] if self.index else self.listed
@@ -221,7 +208,7 @@ class PieceReader:
     flag: str = "--data"
 
     def __call__(self, item: dict[str, Any]) -> Iterator[Arrays]:
-        """Yield the rows of a piece: {field: [B, ...] float16 or float32}."""
+        """Yield the rows of a piece: {field: [B, ...] float16 or float32, or str objects}."""
         if not is_remote(self.location):
             check_on_node(self.location, self.flag)
         yield patient(self._read)(item)
@@ -265,7 +252,8 @@ def open_latents(
         images |= {"mean": (image_column, images["mean"][1]), "std": (f"{image_column}_std", images["std"][1])}
     if prescaled:
         del images["std"]
-    fields = images | _name_captions(captions, caption_column, next(columns for columns, _ in files.values()))
+    first, (columns, _) = next(iter(files.items()))
+    fields = images | _name_captions(captions, caption_column, columns, join(location, first))
     _check_columns(location, files, fields)
     if index:
         return LatentFiles(location, fields, index, flag=flag)
@@ -303,15 +291,22 @@ def _list_files(folder):
     return {name: footer for name, footer in zip(sizes, filled, strict=True) if footer[1]}
 
 
-def _name_captions(captions, caption_column, columns):
-    """Return the fields of captions with their columns; caption_column: of the flag; columns: those of a file."""
-    if len(captions) > 1:
-        if caption_column:
-            raise BadInput(f"--caption_latents_column names one column, the model takes {len(captions)}: leave it out")
-        return captions
-    ((field, (usual, shape)),) = captions.items()
-    published = "caption_embeddings" if usual not in columns and "caption_embeddings" in columns else usual
-    return {field: (caption_column or published, shape)}
+def _name_captions(captions, caption_column, columns, place):
+    """Return the fields of captions with their columns; those of TEXT if the file `place` has none of them.
+
+    caption_column: of the flag. columns: those of the file.
+    """
+    if len(captions) > 1 and caption_column:
+        raise BadInput(f"--caption_latents_column names one column, the model takes {len(captions)}: leave it out")
+    names = [caption_column or column for column, _ in captions.values()]
+    if len(names) == 1 and names[0] not in columns and not caption_column and "caption_embeddings" in columns:
+        names = ["caption_embeddings"]  # of published data sets
+    if not caption_column and not set(names) & set(columns):
+        if TEXT not in columns:
+            found = ", ".join(columns)
+            raise BadInput(f"{place} has neither {names[0]} nor the text in a column {TEXT}: its columns are {found}")
+        return {TEXT: (TEXT, ())}
+    return {field: (name, shape) for name, (field, (_, shape)) in zip(names, captions.items(), strict=True)}
 
 
 def _check_columns(location, files, fields):
@@ -332,8 +327,10 @@ def _check_metadata(place, metadata, model_dir, family, resolution):
     if resolution not in metadata["resolutions"]:
         found = ", ".join(map(str, metadata["resolutions"]))
         raise BadInput(f"{place} holds latents of {found} pixels, not of --resolution {resolution}")
-    if metadata["encoders"] != digest_encoders(model_dir, family):
+    has_captions = metadata.get("settings", {}).get("caption_latents", True)
+    if metadata["encoders"] != digest_encoders(model_dir, family, has_captions):
+        which = "VAE or text encoder" if has_captions else "VAE"
         raise BadInput(
-            f"{place} was encoded with the VAE or text encoder of another model ({metadata['model']}) than "
+            f"{place} was encoded with the {which} of another model ({metadata['model']}) than "
             f"--model_dir {model_dir}: run preprocess.py with this model"
         )

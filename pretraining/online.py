@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class RawImages:
     max_bad_fraction: float
     held_out: int = 0
     flag: str = "--data"
+    has_texts: ClassVar[bool] = False  # the captions are encoded with the images
 
     @cached_property
     def _sources(self) -> Sources:
@@ -141,7 +142,7 @@ class PieceEncoder:
 
 
 def make_load(data: LatentFiles | RawImages, pool: dict[str, Any]) -> Load:
-    """Return load(pieces), which yields the rows of each piece, {field: [B, ...] float16 or float32}, in order.
+    """Return load(pieces), which yields the rows of each piece, {field: [B, ...]}, in order: see PieceReader.
 
     pool: num_workers and the placement options of map_on_actors.
     """

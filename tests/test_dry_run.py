@@ -20,7 +20,7 @@ def dry(tmp_path, capsys):
     def run(script, **flags):
         before = tree(tmp_path)
         flags = {"output_dir": tmp_path / "out", "num_workers": 0, **flags}
-        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value) if word is not True]
         script.main(script.parse_args([*words, "--dry_run"]))
         assert tree(tmp_path) == before and not (tmp_path / "out").exists()
         said = last_json(capsys.readouterr().out)
@@ -64,6 +64,8 @@ def test_pre_training(dry, tiny_model, latents):
     found = [gpu.pop(name) for name in ("weights", "gradients", "adam", "copies", "average")]
     assert found == [4 * count, 4 * count, 8 * count, 2 * count, 4 * count]
     assert gpu.pop("sum") == 22 * count + gpu.pop("activations") and not gpu
+    said = dry(pretrain, model_dir=tiny_model, data=latents, max_steps=7, batch_size_per_worker=2, use_8bit_adam=True)
+    assert said["gpu_bytes_in_bf16"]["adam"] == 2 * count and said["settings"]["use_8bit_adam"]
 
 
 @pytest.mark.parametrize(
@@ -84,3 +86,5 @@ def test_pre_training_on_two_nodes_of_two_gpus(sharding, shards, is_gathered, dr
     assert gpu["copies"] == 2 * (count if is_gathered else count - sum(blocks) + two)
     accumulated = dry(pretrain, **flags, gradient_accumulation_steps=2)["gpu_bytes_in_bf16"]
     assert accumulated["gradients"] == gpu["gradients"] + 4 * count
+    halved = dry(pretrain, **flags, gradient_accumulation_steps=2, reduce_dtype="bf16")["gpu_bytes_in_bf16"]
+    assert halved["gradients"] == gpu["gradients"] + 2 * count

@@ -116,7 +116,7 @@ def test_two_workers_with_fsdp_online(command, raw_data, tmp_path, ray_session, 
     def both(task, place, *rest):
         shares = [real(task, dataclasses.replace(place, rank=rank, world_size=2), *rest)[0] for rank in range(2)]
         pairs = zip(*shares, strict=True)
-        return ({name: torch.cat([one[name], other[name]]) for name in one} for one, other in pairs), []
+        return ({name: torch.cat([one[name], other[name]]) for name in one} for one, other in pairs), [], dict
 
     with monkeypatch.context() as patch:
         patch.setattr(pretrain, "make_batches", both)

@@ -63,14 +63,10 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--text_encoder_lr", type=cli.positive_float, help=rate)
     prior = "weight of the prior-preservation loss; 0 trains without class images"
     group.add_argument("--prior_loss_weight", type=cli.non_negative_float, default=1.0, help=prior)
-    adam = "keep AdamW's moving averages in 8 bits to save memory; requires bitsandbytes"
-    group.add_argument("--use_8bit_adam", action="store_true", help=adam)
-    reduce = "data type in which DDP averages gradients between workers"
-    group.add_argument("--reduce_dtype", choices=("fp32", "bf16"), default="fp32", help=reduce)
+    flags.add_saving_flags(group, "DDP")
     text = "train the text encoder as well as the UNet; default: by the model, on for Stable Diffusion"
     flags.add_switch(group, "train_text_encoder", None, text)
-    compiled = "compile the model with torch.compile: minutes at the start, then faster steps"
-    group.add_argument("--compile", action="store_true", help=compiled)
+    flags.add_compile_flag(group)
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of crops, sample order, noise and timesteps")
 
 

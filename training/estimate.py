@@ -85,13 +85,13 @@ def device_bytes(
     trains_text_encoders: bool,
     is_recomputed: bool,
     settings: Adapters = ALL_WEIGHTS,
-    adam_bytes: int = 2 * SINGLE,
+    use_8bit_adam: bool = False,
     config: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     """Return {"weights", "gradients", "adam", "copies", "activations"}: bytes on a GPU that computes in bf16.
 
-    rows, size: of the largest forward pass, in images and pixels. is_recomputed: gradient checkpointing. adam_bytes:
-    for each trained weight. config: of the denoiser, in place of its own.
+    rows, size: of the largest forward pass, in images and pixels. is_recomputed: gradient checkpointing. config: of the
+    denoiser, in place of its own.
     """
     loading.set_up_torch("cpu")
     modules = {
@@ -113,46 +113,50 @@ def device_bytes(
     return {
         "weights": (base if settings.lora else 0) + SINGLE * learned,
         "gradients": SINGLE * learned,
-        "adam": adam_bytes * learned,
+        "adam": 2 * (1 if use_8bit_adam else SINGLE) * learned,
         "copies": HALF * learned,  # by autocast, in bf16
         "activations": activations,
     }
 
 
-def share_of_worker(
-    parts: dict[str, int], unet: Any, sharding: str, shards: int, is_accumulated: bool
-) -> dict[str, int]:
+def share_of_worker(parts: dict[str, int], unet: Any, sharding: str, shards: int, accumulated: int) -> dict[str, int]:
     """Return the bytes on the GPU of one worker under FSDP (arXiv 2304.11277, section 3.2), by parallel.shard.
 
-    parts: bytes of all weights, by device_bytes. shards: workers that share each weight. is_accumulated: whether a step
-    has several batches, of which each worker keeps the gradients of all weights. The copies are the weights as they are
-    gathered to compute: two blocks at a time, or all if they are kept for the backward pass.
+    parts: bytes of all weights, by device_bytes. shards: workers that share each weight. accumulated: bytes of each
+    gradient that a worker adds up over the batches of a step, of all weights; 0 for steps of one batch. The copies are
+    the weights as they are gathered to compute: two blocks at a time, or all if they are kept for the backward pass.
     """
     total = sum(parameter.numel() for parameter in unet.parameters())
     blocks = [sum(each.numel() for each in block.parameters()) for block in parallel.unet_blocks(unet)]
     two = max(one + other for one, other in itertools.pairwise(blocks))
     gathered = total - sum(blocks) + two if sharding in parallel.RESHARDED else total
     own = {name: -(-size // shards) for name, size in parts.items()}
-    own["gradients"] += SINGLE * total if is_accumulated else 0
+    own["gradients"] += accumulated * total
     return own | {"copies": HALF * gathered, "activations": parts["activations"]}
 
 
-def pretraining_bytes(args: argparse.Namespace, config: dict[str, Any], workers: int) -> dict[str, int]:
+def pretraining_bytes(
+    args: argparse.Namespace, config: dict[str, Any], workers: int, encodes_captions: bool = False
+) -> dict[str, int]:
     """Return the parts of what pretrain.py takes on the GPU of each worker, by its flags; config: of the UNet.
 
-    Workers are taken to be on nodes with as many GPUs as this machine, or on one node if it has none.
+    encodes_captions: whether it holds the text encoders too, of which the weights are counted. Workers are taken to be
+    on nodes with as many GPUs as this machine, or on one node if it has none.
     """
     import torch
 
     family, model_dir, rows = find_family(args.model_dir), args.model_dir, args.batch_size_per_worker
     is_recomputed = recomputes(family, args.gradient_checkpointing, "cuda")
-    parts = device_bytes(
-        family, model_dir, rows, (args.resolution, args.resolution), False, is_recomputed, config=config
-    )
+    options = {"use_8bit_adam": args.use_8bit_adam, "config": config}
+    parts = device_bytes(family, model_dir, rows, (args.resolution,) * 2, False, is_recomputed, **options)
     if args.ema_decay:
         parts["average"] = parts["weights"]
-    if args.strategy == "ddp" or workers == 1:
-        return parts
-    shards = parallel.count_shards(args.fsdp_sharding, workers, min(workers, torch.cuda.device_count() or workers))
-    unet = loading.empty_model(model_dir, family.denoiser, config)
-    return share_of_worker(parts, unet, args.fsdp_sharding, shards, args.gradient_accumulation_steps > 1)
+    if args.strategy == "fsdp" and workers > 1:
+        shards = parallel.count_shards(args.fsdp_sharding, workers, min(workers, torch.cuda.device_count() or workers))
+        unet = loading.empty_model(model_dir, family.denoiser, config)
+        accumulated = (args.gradient_accumulation_steps > 1) * (HALF if args.reduce_dtype == "bf16" else SINGLE)
+        parts = share_of_worker(parts, unet, args.fsdp_sharding, shards, accumulated)
+    if encodes_captions:
+        encoders = (loading.empty_model(model_dir, name) for name in family.encoders)
+        parts["text_encoders"] = HALF * sum(encoder.num_parameters() for encoder in encoders)
+    return parts

@@ -8,6 +8,8 @@ from pipelines.loading import STORAGE_DTYPES
 from training.task import Adapters
 
 LORA_SETTINGS = tuple(field.name for field in fields(Adapters))  # flags of a LoRA, which decide its weights or files
+# Flags that decide the rounding of the weights, with their defaults. Results of pretrain.py record the others.
+ROUNDING = {"use_8bit_adam": False, "reduce_dtype": "fp32", "compile": False}
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 
 
@@ -36,6 +38,25 @@ def add_optimizer_flags(
     group.add_argument("--snr_gamma", type=cli.positive_float, help=snr)
     checkpointing = "recompute activations in the backward pass: less memory, about a third more time per step"
     add_switch(group, "gradient_checkpointing", None, f"{checkpointing}; default: on a GPU for SDXL, SD 3 and FLUX")
+
+
+def add_saving_flags(group: argparse._ArgumentGroup, strategies: str) -> None:
+    """Add the flags that save memory and bytes to send; strategies: those of parallel.wrap that the script has."""
+    adam = "keep AdamW's moving averages in 8 bits to save memory; requires bitsandbytes"
+    group.add_argument("--use_8bit_adam", action="store_true", help=adam)
+    reduce = f"data type in which {strategies} averages gradients between workers"
+    group.add_argument("--reduce_dtype", choices=("fp32", "bf16"), default=ROUNDING["reduce_dtype"], help=reduce)
+
+
+def add_compile_flag(group: argparse._ArgumentGroup) -> None:
+    """Add --compile."""
+    compiled = "compile the model with torch.compile: minutes at the start, then faster steps"
+    group.add_argument("--compile", action="store_true", help=compiled)
+
+
+def given_rounding(args: argparse.Namespace) -> dict[str, bool | str]:
+    """Return those of ROUNDING that are not at their default."""
+    return {name: getattr(args, name) for name, default in ROUNDING.items() if getattr(args, name) != default}
 
 
 def add_lora_flags(group: argparse._ArgumentGroup) -> None:

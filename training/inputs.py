@@ -1,6 +1,7 @@
 """What train.py and pretrain.py check before they train, in the driver and within seconds."""
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def check_inputs(
     prompts: the flag of the prompts to draw. supported: classes of pipelines. inputs: folders by flag that --output_dir
     must not replace.
     """
+    check_packages(args)
     check_pipeline(args.model_dir)
     family = find_family(args.model_dir, supported)
     missing = {family.denoiser, *family.encoders} - components(read_index(args.model_dir)).keys()
@@ -40,6 +42,13 @@ def check_inputs(
     for name in ("output_dir", "work_dir"):
         targets.check_writable(getattr(args, name), f"--{name}")
     return {name: getattr(args, name) for name in settings} | {"model": digest_model(args.model_dir)}
+
+
+def check_packages(args: argparse.Namespace) -> None:
+    """Raise BadInput if a flag asks for a package that is not installed."""
+    asked = [name for name in ("use_8bit_adam", "base_bits") if getattr(args, name, None)]
+    if asked and not importlib.util.find_spec("bitsandbytes"):
+        raise BadInput(f"--{asked[0]} requires bitsandbytes: python -m pip install bitsandbytes")
 
 
 def use_defaults(args: argparse.Namespace, family: Family, sizes: Sizes) -> None:

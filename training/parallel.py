@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from training.workers import Place
@@ -26,8 +26,8 @@ def wrap(
 ) -> Any:
     """Return the callable that trains `module` on all workers: the module itself if there is one worker.
 
-    dtype: data type in which FSDP gathers weights and computes; it averages gradients in float32.
-    reduce_dtype: data type in which DDP averages gradients, `fp32` or `bf16`.
+    dtype: data type in which FSDP gathers weights and computes. reduce_dtype: data type in which gradients are
+    averaged, `fp32` or `bf16`; FSDP also adds up those of the batches of a step in it.
     """
     import torch
 
@@ -35,7 +35,7 @@ def wrap(
         return module
     if strategy == "fsdp":
         copy_from_first(module)
-        shard(module, place, sharding, dtype)
+        shard(module, place, sharding, dtype, torch.bfloat16 if reduce_dtype == "bf16" else torch.float32)
         return module
     options = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}  # the buffers are constants
     model = torch.nn.parallel.DistributedDataParallel(module, **options)
@@ -54,15 +54,14 @@ def copy_from_first(module: Any) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def shard(module: Any, place: Place, sharding: str, dtype: torch.dtype | None) -> None:
+def shard(module: Any, place: Place, sharding: str, dtype: torch.dtype | None, reduce_dtype: torch.dtype) -> None:
     """Shard the weights of a UNet in place with FSDP, block by block; dtype: of gathered weights and of computing."""
-    import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     options = {
         "mesh": make_mesh(place, sharding),
         "reshard_after_forward": sharding in RESHARDED,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
     }
     blocks = unet_blocks(module)
     for block in blocks:
@@ -83,6 +82,17 @@ def reduce_in_bf16(group, bucket):  # without annotations: DDP would compare the
 def unet_blocks(unet: Any) -> list[Any]:
     """Return the parts of a UNet that FSDP gathers one after another, in the order of the forward pass."""
     return [*unet.down_blocks, unet.mid_block, *unet.up_blocks]
+
+
+def compile_modules(modules: Mapping[str, Any]) -> None:
+    """Compile {"unet": module, ...} in place with torch.compile; of a UNet each block, between which FSDP gathers.
+
+    As one graph a UNet has gradients of zero in its inner blocks (PyTorch 2.13 on a CPU), with the losses of the first
+    step as they should be.
+    """
+    for name, module in modules.items():
+        for part in unet_blocks(module) if name == "unet" else [module]:
+            part.compile()
 
 
 def count_shards(sharding: str, world_size: int, local_world_size: int) -> int:

@@ -22,6 +22,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ema_decay", type=cli.fraction, default=0.9999, help=ema)
     dropout = "share of the rows that are trained without caption, for classifier-free guidance"
     group.add_argument("--caption_dropout", type=cli.fraction, default=0.1, help=dropout)
+    flags.add_saving_flags(group, "DDP or FSDP")
+    flags.add_compile_flag(group)
     group.add_argument("--seed", type=cli.seed, default=0, help="seed of new weights, row order, noise and timesteps")
 
     group = parser.add_argument_group("checkpoints and logs")
@@ -36,3 +38,9 @@ def add_strategy_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp", help=strategy)
     sharding = "what FSDP shards, under the names of PyTorch's ShardingStrategy"
     group.add_argument("--fsdp_sharding", choices=parallel.SHARDINGS, default="FULL_SHARD", help=sharding)
+
+
+def check_strategy(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with a usage error if other flags do not work with --strategy."""
+    if args.use_8bit_adam and args.strategy == "fsdp":
+        parser.error("--use_8bit_adam needs whole weights, which --strategy fsdp shards: use only one of them")

@@ -285,7 +285,7 @@ PRETRAIN_FLAGS = """
     batch_size_per_worker gradient_accumulation_steps lr lr_scheduler lr_warmup_steps adam_weight_decay max_grad_norm
     snr_gamma ema_decay caption_dropout gradient_checkpointing seed validation_steps checkpointing_steps
     checkpoints_total_limit keep_checkpoints log_every num_data_loading_workers data_loading_accelerator_type
-    prefetch_batches strategy fsdp_sharding guidance_scale push_to_hub hub_public
+    prefetch_batches strategy fsdp_sharding guidance_scale push_to_hub hub_public use_8bit_adam reduce_dtype compile
 """
 
 
@@ -333,7 +333,7 @@ THEIR_NAMES = {  # of Diffusers' train_dreambooth.py, for flags of ours
     ("name", "flags"),
     [
         ("pretrain", PRETRAIN_FLAGS + RAW_FLAGS + FILTERS),
-        ("preprocess", f"input resolutions seed {RAW_FLAGS} {FILTERS}"),
+        ("preprocess", f"input resolutions seed caption_latents {RAW_FLAGS} {FILTERS}"),
         ("evaluate", EVALUATE_FLAGS),
         ("train", TRAIN_FLAGS),
         ("run_model", RUN_MODEL_FLAGS),

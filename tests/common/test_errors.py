@@ -156,10 +156,14 @@ REMEDIES = [
      "try a smaller --resolution"),
     ("train", f"{TRAIN} --lora 4 --use_8bit_adam --gradient_checkpointing --no-train_text_encoder",
      "try --base_bits 4, then a smaller --resolution"),
-    ("pretrain", PRETRAIN, f"try --gradient_checkpointing, then a smaller --batch_size_per_worker {REST}, then "
-     "--strategy fsdp, then a smaller --resolution"),
+    ("pretrain", PRETRAIN, "try --use_8bit_adam, then --gradient_checkpointing, then a smaller "
+     f"--batch_size_per_worker {REST}, then --strategy fsdp, then a smaller --resolution"),
+    ("pretrain", f"{PRETRAIN} --use_8bit_adam --gradient_checkpointing --batch_size_per_worker 1",
+     "try a smaller --resolution"),
+    ("pretrain", f"{PRETRAIN} --strategy fsdp --gradient_checkpointing --batch_size_per_worker 1",
+     "try a smaller --resolution"),
     ("pretrain", f"{PRETRAIN} --online --gradient_checkpointing --batch_size_per_worker 1 --num_workers 1",
-     "try a smaller --encoding_batch_size, then a smaller --resolution"),
+     "try --use_8bit_adam, then a smaller --encoding_batch_size, then a smaller --resolution"),
     ("run_model", DRAW, "try a smaller --batch_size, then smaller --height and --width"),
     ("run_model", f"{DRAW} --batch_size 1", "try smaller --height and --width"),
     ("evaluate", EVALUATE, "try a smaller --batch_size"),

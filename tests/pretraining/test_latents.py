@@ -16,7 +16,7 @@ from tiny_models import RESOLUTION
 from common import errors
 from common.folders import MANIFEST
 from common.storage import Folder
-from pipelines.families import SD, SDXL, find_family
+from pipelines.families import SD, SDXL
 from pretraining import latents as latents_module
 from pretraining.columns import from_column, to_parquet
 from pretraining.index import IndexWriter, read_index, read_records
@@ -327,7 +327,7 @@ def test_captions_of_sdxl_are_those_encoded_by_hand(tiny_families, chunk):
     pipeline = StableDiffusionXLPipeline.from_pretrained(folder)
     encoder = LatentEncoder(folder, (16, 32), batch_size=2, mixed_precision="no")
     columns = encoder(chunk)
-    said = {name: {} for name in encoder.encoders}
+    said = {name: {} for name in encoder.captions.encoders}
     for field, (column, shape) in caption_fields(SDXL(), folder).items():
         assert columns[column].dtype == np.float16 and columns[column].shape == (5, *shape)
         name, _, key = field.partition(".")
@@ -342,29 +342,6 @@ def test_captions_of_sdxl_are_those_encoded_by_hand(tiny_families, chunk):
     # 24x20 resized by 0.8 or 1.6: 3 pixels on the left, or 1 on the right, which is the left of a mirrored image.
     assert columns["time_ids_16"].tolist() == [[20, 24, 0, left, 16, 16] for left in (2, 1, 2, 1, 2)]
     assert columns["time_ids_32"].tolist() == [[20, 24, 0, left, 32, 32] for left in (5, 2, 5, 2, 5)]
-
-
-@pytest.mark.parametrize(("name", "is_zero"), [("sd", False), ("sdxl", True), ("sdxl", False)])
-def test_no_caption_is_what_the_model_is_guided_by(tiny_families, tmp_path, name, is_zero):
-    copy = shutil.copytree(tiny_families[name], tmp_path / "copy")
-    index = json.loads((copy / "model_index.json").read_text())
-    (copy / "model_index.json").write_text(json.dumps(index | {"force_zeros_for_empty_prompt": is_zero}))
-    encoder = LatentEncoder(copy, (), 1, "no")
-    found, empty = encoder.encode_no_caption(), encoder.encode_captions([""])
-    assert {field: value.shape for field, value in found.items()} == find_family(copy).caption_shapes(copy)
-    for field, value in found.items():
-        assert np.array_equal(value, np.zeros_like(value) if is_zero else empty[field][0])
-
-
-def test_equal_captions_are_encoded_once(tiny_model, chunk):
-    encoder = LatentEncoder(tiny_model, (16,), batch_size=2, mixed_precision="no")
-    seen = []
-    encoder.encoders["text_encoder"].register_forward_hook(lambda module, inputs, output: seen.append(len(inputs[0])))
-    (found,) = encoder.encode_captions(chunk["captions"]).values()
-    assert seen == [2, 1]
-    assert found.shape == (5, 24, 16)
-    assert np.array_equal(found[0], found[3]) and np.array_equal(found[1], found[4])
-    assert not np.array_equal(found[0], found[1])
 
 
 def test_latents_that_are_not_finite_fail_the_check(tiny_model, chunk):

@@ -69,7 +69,7 @@ def make_batch(step, first, count):
 
 
 def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulation=2, dtype=torch.float32,
-             validates=False, reduce_dtype="fp32", model_dir=None):  # fmt: skip
+             validates=False, reduce_dtype="fp32", model_dir=None, compiles=False):  # fmt: skip
     """Return (loop.Run, its task, the UNet, its Ema), restored from the newest checkpoint of `work_dir`."""
     owner = json.dumps({"owner": OWNER, "token": 1, "seconds": 60}) if is_remote(work_dir) else OWNER
     targets.write_text(work_dir, folders.LOCK, owner)
@@ -85,6 +85,8 @@ def make_run(work_dir, place, strategy="ddp", sharding="FULL_SHARD", accumulatio
         adam_weight_decay=0.1,
     )
     unet = load_unet(UNET, task.output.model_dir, place, start.folder, 0, channels_last=strategy == "ddp")
+    if compiles:
+        parallel.compile_modules({"unet": unet})
     model = parallel.wrap(unet, place, strategy, sharding, dtype, reduce_dtype)
     optimizer = make_optimizer(task.optimization, STEPS, {"unet": unet}, place, dtype, start)
     ema = parallel.Ema(unet.parameters(), 0.5)
@@ -191,9 +193,26 @@ def work(rank, world_size, root):
             place = workers.Place(rank, 2, torch.device("cpu"), 2)
             run, task, _, _ = make_run(root / name / strategy, place, strategy, "FULL_SHARD", accumulation, dtype)
             loop.train_steps(run, task, place)
-    if world_size == 2:
-        run, task, _, _ = make_run(root / "bf16 gradients/ddp", place, reduce_dtype="bf16")
+    for strategy in ("ddp", "fsdp") if world_size == 2 else ():
+        run, task, _, _ = make_run(root / "bf16 gradients" / strategy, place, strategy, reduce_dtype="bf16")
         loop.train_steps(run, task, place)
+    torch.distributed.destroy_process_group()
+
+
+def work_compiled(rank, root):
+    """Train one of two processes with compiled modules, undisturbed and from the earlier checkpoint of that run."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    place = workers.Place(rank, 2, torch.device("cpu"), 2)
+    for strategy, reduce_dtype in (("ddp", "fp32"), ("fsdp", "fp32"), ("fsdp", "bf16")):
+        name = f"{strategy} {reduce_dtype}"
+        for kind in ("undisturbed", "resumed"):
+            if kind == "resumed":
+                start_from(root / name / "undisturbed", root / name / kind, place)
+            run, task, _, _ = make_run(
+                root / name / kind, place, strategy, validates=True, reduce_dtype=reduce_dtype, compiles=True
+            )
+            loop.train_steps(run, task, place)
     torch.distributed.destroy_process_group()
 
 
@@ -238,8 +257,9 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     index = json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]})
     names = [f"{name}/{kind}" for name in MODES for kind in ("undisturbed", "resumed", "from one")]
-    names += [f"{name}/{strategy}" for name in ("large batch", "bf16") for strategy in ("ddp", "fsdp")]
-    for name in ("one", "one large", "validation", "bf16 gradients/ddp", *names):
+    parts = ("large batch", "bf16", "bf16 gradients")
+    names += [f"{name}/{strategy}" for name in parts for strategy in ("ddp", "fsdp")]
+    for name in ("one", "one large", "validation", *names):
         (root / name).mkdir(parents=True)
         (root / name).with_name("model_index.json").write_text(index)
     for name, accumulation in (("one", 2), ("one large", 1)):
@@ -252,7 +272,7 @@ def runs(tmp_path_factory):
     return root
 
 
-def run_processes(function, count, *arguments):
+def run_processes(function, count, *arguments, seconds=240):
     """Run function(rank, *arguments) in processes that are forked from one that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "diffusers.models.unets.unet_2d_condition"])
@@ -260,7 +280,7 @@ def run_processes(function, count, *arguments):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(240)
+        process.join(seconds)
     assert [process.exitcode for process in processes] == [0] * count
 
 
@@ -393,12 +413,30 @@ def test_in_bf16_the_weights_and_the_optimizer_stay_float32(runs, strategy):
     assert losses(runs / "bf16" / strategy) != losses(runs / "one")
 
 
-def test_gradients_sent_in_bf16_are_rounded_and_no_more(runs):
-    state = read_checkpoint(checkpoints.local_checkpoint(runs / "bf16 gradients/ddp", STEPS))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_sent_in_bf16_are_rounded_and_no_more(runs, strategy):
+    """With two batches a step, which FSDP adds up in bf16 too."""
+    state = read_checkpoint(checkpoints.local_checkpoint(runs / "bf16 gradients" / strategy, STEPS))
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
-    found, expected = losses(runs / "bf16 gradients/ddp"), losses(runs / "ddp" / "undisturbed")
+    exact = {"ddp": "ddp", "fsdp": "FULL_SHARD"}[strategy]
+    found, expected = losses(runs / "bf16 gradients" / strategy), losses(runs / exact / "undisturbed")
     assert found[0] == expected[0] and found[1:] != expected[1:]
     assert found == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.faults  # not one, but minutes of a compiler
+def test_compiled_modules_train_alike_and_go_on_bit_equal(runs, tmp_path):
+    for name in ("ddp fp32", "fsdp fp32", "fsdp bf16"):
+        for kind in ("undisturbed", "resumed"):
+            (tmp_path / name / kind).mkdir(parents=True)
+        shutil.copy(runs / "model_index.json", tmp_path / name)
+    run_processes(work_compiled, 2, tmp_path, seconds=900)
+    for name, exact in {"ddp fp32": "ddp/undisturbed", "fsdp fp32": "FULL_SHARD/undisturbed"}.items():
+        assert losses(tmp_path / name / "undisturbed") == pytest.approx(losses(runs / exact), abs=1e-5)
+    assert losses(tmp_path / "fsdp bf16/undisturbed") == pytest.approx(losses(runs / "bf16 gradients/fsdp"), abs=1e-3)
+    for name in ("ddp fp32", "fsdp fp32", "fsdp bf16"):
+        saved = [checkpoints.local_checkpoint(tmp_path / name / kind, STEPS) for kind in ("undisturbed", "resumed")]
+        assert_equal(*map(read_checkpoint, saved))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
