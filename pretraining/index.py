@@ -27,6 +27,8 @@ OWN_NOTES = ("statistics", "pictures")
 FLUSH_EVERY = 60.0  # seconds after which new parts are in the index: a killed run has to read only later ones
 CHECKED = 1000  # parts whose sizes are compared before they are used
 THREADS = 16  # files that are opened at the same time
+READERS = 2  # files of an index that are read at the same time: each thread of pyarrow's keeps the memory it has used
+NOTES = 250  # parts whose notes are in memory at a time
 COUNTS = ("rows", "bad", "later", "filtered")  # rows that are good, bad, to be fetched later, left out by filters
 NUMBERS = {name: "int32" for name in ("source", "chunk", *COUNTS)} | {"bytes": "int64"}  # columns and their types
 PART = re.compile(r"part-(\d{6,})-(\d{4,})\.parquet")
@@ -126,7 +128,7 @@ def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*
 
     columns: those to read, at least source, chunk and rows. Raises CheckFailed if a file is missing or damaged.
     """
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         found = list(pool.map(partial(_read_arrays, folder, columns=tuple(columns)), names))
     empty = {name: np.empty(0, kind) for name, kind in NUMBERS.items()} | {"sha256": np.empty((0, 32), np.uint8)}
     arrays = {  # pop: not all of it is in memory twice
@@ -164,10 +166,9 @@ def check_parts(folder: Folder, entry: Mapping[str, Any]) -> Index:
 
 
 def read_notes(folder: Folder, names: Iterable[str], index: Index) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (part, notes) of each part of an index, in the order of its files; one file at a time is in memory."""
+    """Yield (part, notes) of each part of an index, in the order of its files; NOTES of them are in memory."""
     keys, is_new = (index.source.astype(np.int64) << 32) + index.chunk, np.ones(len(index), bool)
-    for name in names if len(index) else ():
-        arrays = _read_arrays(folder, name, ("source", "chunk", "sha256", "notes"))
+    for arrays in _read_some(folder, names if len(index) else (), ("source", "chunk", "sha256", "notes")):
         places = np.searchsorted(keys, (arrays["source"].astype(np.int64) << 32) + arrays["chunk"])
         places = np.minimum(places, len(index) - 1)
         is_wanted = is_new[places] & (index.sha256[places] == arrays["sha256"]).all(axis=1)  # no earlier record
@@ -186,13 +187,27 @@ def read_records(folder: Folder, name: str) -> list[Record]:
 def _read_arrays(folder: Folder, name: str, columns: tuple[str, ...]) -> dict[str, np.ndarray]:
     with open_parquet(folder, name) as parquet:
         table = parquet.read(columns=list(columns))
-    arrays = {column: table[column].combine_chunks() for column in columns}
-    return {
-        column: np.frombuffer(array.buffers()[1], np.uint8).reshape(-1, 32)[: len(array)]
-        if column == "sha256"
-        else array.to_numpy(zero_copy_only=False)
-        for column, array in arrays.items()
-    }
+        return _to_arrays(dict(zip(columns, (table[column].combine_chunks() for column in columns), strict=True)))
+
+
+def _read_some(folder: Folder, names: Iterable[str], columns: tuple[str, ...]) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the columns of NOTES parts at a time, of all files."""
+    for name in names:
+        with open_parquet(folder, name) as parquet:
+            for batch in parquet.iter_batches(NOTES, columns=list(columns)):
+                yield _to_arrays({column: batch[column] for column in columns})
+
+
+def _to_arrays(columns: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return arrays of Arrow as copies, which do not keep each other in memory."""
+    found = {}
+    for name, array in columns.items():
+        if name == "sha256":
+            digests = np.frombuffer(array.buffers()[1], np.uint8).reshape(-1, 32)
+            found[name] = digests[array.offset : array.offset + len(array)].copy()
+        else:
+            found[name] = np.array(array.to_numpy(zero_copy_only=False))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
