@@ -169,7 +169,7 @@ def prepare(task, place, start):
     optimizer = make_optimizer(task.optimization, task.schedule.max_train_steps, modules, place, dtype, start)
     joined = join_modules(family, modules)
     if config.compile:
-        joined.compile()
+        parallel.compile_modules(modules)
     model = parallel.wrap(joined, place, reduce_dtype=config.reduce_dtype)
     objective = family.objective(model_dir, config.snr_gamma)
     options = {"objective": objective, "vae_config": read_config(model_dir, "vae")}

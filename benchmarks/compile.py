@@ -19,6 +19,7 @@ from pipelines.configs import read_config
 from pipelines.families import find_family
 from pipelines.loading import load_models, set_up_torch
 from training.modules import join_modules
+from training.parallel import compile_modules
 
 
 def step_seconds(model, batch, count):
@@ -44,7 +45,7 @@ def main(args):
     ids = family.tokenize(args.model_dir, ["a cat", "a dog"])["text_encoder"]
     batch = (torch.randn(2, 4, side, side), torch.tensor([1, 2]), {"text_encoder.ids": ids})
     plain = statistics.median(step_seconds(model, batch, args.steps + 1)[1:])
-    model.compile()
+    compile_modules(modules)
     first, *others = step_seconds(model, batch, args.steps + 3)
     compiled = statistics.median(others[2:])
     pays = first / (plain - compiled) if compiled < plain else None

@@ -311,10 +311,13 @@ def test_gradient_checkpointing_changes_no_loss(command, tmp_path):
 
 
 @pytest.mark.faults  # not one, but two minutes of a compiler
-def test_compiled_steps_have_the_same_losses(command, tmp_path):
+def test_compiled_steps_have_the_same_losses_and_gradients(command, tmp_path):
     command(output_dir=tmp_path / "plain", max_train_steps=2)
     command(output_dir=tmp_path / "compiled", max_train_steps=2, compile=True)
     assert losses(tmp_path / "plain.work") == pytest.approx(losses(tmp_path / "compiled.work"), abs=1e-4)
+    logged = [folders.read_json_lines(tmp_path / name / logs.LOG) for name in ("plain.work", "compiled.work")]
+    norms = [[line["grad_norm"] for line in lines] for lines in logged]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("num_pairs", [1, 2, 3])
