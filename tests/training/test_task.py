@@ -48,7 +48,7 @@ def test_values_come_before_flags_and_flags_before_defaults():
     ("script", "topics", "given"),
     [
         (train, (train.DreamBooth, task.Adapters), MADE),
-        (pretrain, (pretrain.Pretraining,), {"unet", "rows_per_step", "data", "pool"}),
+        (pretrain, (pretrain.Pretraining,), {"unet", "rows_per_step", "num_streams", "data", "pool"}),
     ],
 )
 def test_each_field_of_a_topic_is_a_flag_or_given(script, topics, given):
