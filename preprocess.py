@@ -240,7 +240,7 @@ def finish(
     tally = Tally.of(index)
     check(args.input, writer, tally, args.max_bad_fraction)
     summary, family = summarise(writer, index), find_family(args.model_dir)
-    folder.write(BAD_ROWS, summary.bad_rows_as_lines())
+    folder.write(BAD_ROWS, bytes(summary.bad_lines))
     shapes = column_shapes(args)
     metadata = {
         "family": family.name,

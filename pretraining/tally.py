@@ -16,7 +16,7 @@ from pretraining.loader import likely_bad
 from pretraining.statistics import Statistics, add_bounded, count_reasons
 
 BAD_ROWS = "bad_rows.jsonl"
-LISTED = 100_000  # rows that it lists at most
+LISTED, TOLD = 100_000, 10  # rows that it lists at most, and those that messages name
 MOST_LATER = 0.5  # share of rows that cannot be fetched, above which the network or a server is taken to be away
 
 
@@ -94,19 +94,25 @@ def _first(writer: IndexWriter, note: str) -> list[str]:
 class Summary:
     """What the notes of all parts say.
 
-    bad_rows: [key, reason] of the first LISTED bad rows, with those that could not be fetched. reasons, filtered:
-    numbers of rows by reason, of all bad rows and of those that filters left out. pictures: of thumbnails, by part.
+    bad_rows: [key, reason] of the first TOLD bad rows, with those that could not be fetched. bad_lines: the content of
+    BAD_ROWS, which has `listed` rows. reasons, filtered: numbers of rows by reason, of all bad rows and of those that
+    filters left out. pictures: of thumbnails, by part.
     """
 
     bad_rows: list[list[str]] = field(default_factory=list)
+    bad_lines: bytearray = field(default_factory=bytearray)
+    listed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)
     statistics: Statistics = field(default_factory=Statistics)
     pictures: dict[int, list[list[str]]] = field(default_factory=dict)
 
-    def bad_rows_as_lines(self) -> bytes:
-        """Return the content of BAD_ROWS."""
-        return "".join(json.dumps({"key": key, "reason": reason}) + "\n" for key, reason in self.bad_rows).encode()
+    def list_bad(self, rows: list[list[str]]) -> None:
+        """Add [key, reason] of bad rows to BAD_ROWS, as long as there are not LISTED of them."""
+        rows = rows[: LISTED - self.listed]
+        self.bad_rows += rows[: TOLD - len(self.bad_rows)]
+        self.bad_lines += b"".join(json.dumps({"key": key, "reason": reason}).encode() + b"\n" for key, reason in rows)
+        self.listed += len(rows)
 
 
 def summarise(writer: IndexWriter, index: Index) -> Summary:
@@ -114,8 +120,8 @@ def summarise(writer: IndexWriter, index: Index) -> Summary:
     found = Summary()
     for part, notes in read_notes(writer.folder, writer.files, index):
         if bad := notes["bad"] + notes["later"]:
-            if len(found.bad_rows) < LISTED:
-                found.bad_rows += _all_bad(notes)[: LISTED - len(found.bad_rows)]
+            if found.listed < LISTED:
+                found.list_bad(_all_bad(notes))
             add_bounded(found.reasons, notes.get("reasons") or count_reasons(reason for _, reason in bad))
         add_bounded(found.filtered, notes["filtered"])
         if "statistics" in notes:
@@ -133,7 +139,7 @@ def _all_bad(notes: dict[str, Any]) -> list[list[str]]:
 
 def say_what_is_left_out(location: str, tally: Tally, summary: Summary) -> None:
     """Print the first bad rows of a finished data set, and how many are bad or filtered."""
-    for key, reason in summary.bad_rows[:10]:
+    for key, reason in summary.bad_rows:
         say(f"skipped {key}: {reason}")
     if bad := tally.bad + tally.later:
         what = "lists them all" if bad <= LISTED else f"lists {LISTED} of them, the index all"
