@@ -26,7 +26,7 @@ from common.errors import BadInput, CheckFailed
 from common.messages import Progress, say
 from common.objects import local_copy
 from common.outages import working
-from common.storage import Folder, is_remote, split
+from common.storage import Folder, is_remote
 from common.uris import shown
 from pipelines.configs import base_name, base_revision, check_resolution
 from pipelines.families import find_family
@@ -261,7 +261,7 @@ def finish(
     if sources.bad_files:
         metadata |= {"bad_files": len(sources.bad_files), "skipped_files": dict(sources.bad_files[:LISTED_FILES])}
     max_tokens = family.prompt_length(args.model_dir, family.encoders[0])
-    write_card(folder, split(args.output_dir.rstrip("/"))[1], metadata, max_tokens, index, summary)
+    write_card(folder, metadata, max_tokens, index, summary)
     folder.write(METADATA, json.dumps(metadata, indent=2, sort_keys=True).encode())
     folder.delete(RECORD)
     if not is_remote(args.output_dir):

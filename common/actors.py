@@ -1,9 +1,9 @@
 """Map work over a pool of Ray Data actors, or run it in this process."""
 
-import _thread
 import contextlib
 import itertools
 import pickle
+import signal
 import threading
 import traceback
 import warnings
@@ -156,10 +156,12 @@ def _watch(rows: Iterable[Any], board: RemoteBoard, waiting: Waiting, start_time
             if waiting.look(board.news()[2]) > start_timeout:
                 is_given_up.set()
                 if is_main:
-                    _thread.interrupt_main()
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
                 return
 
     thread = threading.Thread(target=look, daemon=True)
+    # Not SIGINT, which a shell makes its background commands ignore.
+    earlier = signal.signal(signal.SIGUSR1, signal.default_int_handler) if is_main else None
     thread.start()
     try:
         yield from rows if is_main else _until(is_given_up, iter(rows))
@@ -174,10 +176,12 @@ def _watch(rows: Iterable[Any], board: RemoteBoard, waiting: Waiting, start_time
     finally:
         done.set()
         thread.join()
+        if is_main:
+            signal.signal(signal.SIGUSR1, earlier)
 
 
 def _until(is_given_up: threading.Event, rows: Iterator[Any]) -> Iterator[Any]:
-    """Yield rows; raise KeyboardInterrupt once the event is set, as interrupt_main does in the main thread."""
+    """Yield rows; raise KeyboardInterrupt once the event is set, as the signal does in the main thread."""
     pool, end = ThreadPoolExecutor(1), object()
     try:
         while True:

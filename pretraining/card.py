@@ -32,10 +32,8 @@ IMAGES, CAPTIONS = QUANTITIES[:4], QUANTITIES[4:]
 Columns = list[tuple[str, str, list[int]]]  # (name, data type, shape of a row)
 
 
-def write_card(
-    folder: Folder, name: str, metadata: Mapping[str, Any], max_tokens: int, index: Index, summary: Summary
-) -> None:
-    """Write CARD_FILES to a folder of parts; name: of the data set; metadata: the content of its metadata.json.
+def write_card(folder: Folder, metadata: Mapping[str, Any], max_tokens: int, index: Index, summary: Summary) -> None:
+    """Write CARD_FILES to a folder of parts; metadata: the content of its metadata.json.
 
     max_tokens: that the text encoder reads of a caption. There is no sheet if no part has noted pictures, or if it
     cannot be drawn, which only is a warning.
@@ -51,7 +49,7 @@ def write_card(
     folder.write(STATISTICS, json.dumps(facts, indent=2, ensure_ascii=False).encode())
     filled = np.flatnonzero(index.rows)
     part = index.name(int(filled[0])) if len(filled) else None
-    text = make_card(name, metadata, facts, captions, part, read_columns_of(folder, part) if part else [])
+    text = make_card(metadata, facts, captions, part, read_columns_of(folder, part) if part else [])
     folder.write(CARD, text.encode(errors="replace"))
 
 
@@ -90,7 +88,6 @@ def read_columns_of(folder: Folder, part: str) -> Columns:
 
 
 def make_card(
-    name: str,
     metadata: Mapping[str, Any],
     facts: Mapping[str, Any],
     captions: Sequence[str],
@@ -101,6 +98,7 @@ def make_card(
     model, revision = metadata["model"], metadata["revision"]
     made = f"`{model}`" + (f" (revision `{revision}`)" if revision else "")
     sides = " and ".join(f"{side}" for side in metadata["resolutions"])
+    encoders = "VAE and the text encoder" if metadata["settings"].get("caption_latents", True) else "VAE"
     category = next((each for i, each in enumerate(SIZE_CATEGORIES) if facts["rows"] < 1000 * 10**i), "n>10B")
     settings = {key: _code(json.dumps(value)) for key, value in sorted(metadata["settings"].items())}
     sections = [
@@ -115,9 +113,9 @@ tags: [latents, {metadata["family"]}]
 task_categories: [text-to-image]
 ---
 
-# {name}
+# Latents
 
-{facts["rows"]:,} images and captions, encoded at {sides} pixels with the VAE and the text encoder of {made}, family
+{facts["rows"]:,} images and captions, encoded at {sides} pixels with the {encoders} of {made}, family
 `{metadata["family"]}`: latents to train a denoiser of such a model on. Written by `preprocess.py`:
 {facts["parts"]:,} Parquet {"file" if facts["parts"] == 1 else "files"}, {_bytes(facts["bytes"])}. The licence is that
 of the images and captions, which the program does not know.

@@ -88,9 +88,9 @@ FACTS = {
 
 def test_a_card_of_bad_and_filtered_rows_and_of_no_statistics():
     metadata = {"model": "org/name", "revision": "abc", "family": "stable-diffusion", "resolutions": [256, 512]}
-    text = make_card("laion", {**metadata, "settings": {"seed": 0}}, FACTS, [], None, [])
+    text = make_card({**metadata, "settings": {"seed": 0}}, FACTS, [], None, [])
     for part in (
-        "# laion\n\n1,000 images and captions, encoded at 256 and 512 pixels",
+        "# Latents\n\n1,000 images and captions, encoded at 256 and 512 pixels",
         "`org/name` (revision `abc`)",
         "4 Parquet files, 1.23 MB",
         "size_categories: [1K<n<10K]",
@@ -115,7 +115,7 @@ def test_a_sheet_that_cannot_be_drawn_is_a_warning(latents, tmp_path, capsys):
     metadata = json.loads((latents / METADATA).read_text())
     index = read_index(Folder(latents), metadata["index"]["files"])
     (tmp_path / index.name(0)).write_bytes((latents / index.name(0)).read_bytes())
-    card.write_card(Folder(tmp_path), "x", metadata, 77, index, Summary(pictures={0: [["a cat", "bm8gaW1hZ2U="]]}))
+    card.write_card(Folder(tmp_path), metadata, 77, index, Summary(pictures={0: [["a cat", "bm8gaW1hZ2U="]]}))
     assert "warning: contact_sheet.jpg is left out: cannot identify" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", index.name(0), "statistics.json"]
     assert "contact_sheet" not in (tmp_path / "README.md").read_text()
