@@ -38,6 +38,9 @@ def make_parts(template, folder, count):
     name = part_name(0, 0)
     data, metadata = (template / name).read_bytes(), json.loads((template / METADATA).read_text())
     record = describe_part(name, data)
+    notes = json.loads(record["notes"])
+    notes.pop("pictures")  # which only a few parts of a data set have
+    record["notes"] = json.dumps(notes)
     with IndexWriter(Folder(folder)) as writer:
         for source in range(count):
             os.link(template / name, folder / part_name(source, 0))

@@ -128,21 +128,34 @@ def read_index(folder: Folder, names: Iterable[str], columns: Iterable[str] = (*
 
     columns: those to read, at least source, chunk and rows. Raises CheckFailed if a file is missing or damaged.
     """
+    names, columns = list(names), [*columns]
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(partial(_read_arrays, folder, columns=tuple(columns)), names))
-    empty = {name: np.empty(0, kind) for name, kind in NUMBERS.items()} | {"sha256": np.empty((0, 32), np.uint8)}
-    arrays = {  # pop: not all of it is in memory twice
-        name: np.concatenate([none, *(each.pop(name) for each in found if name in each)])
-        for name, none in empty.items()
-    }
-    source, chunk = arrays["source"], arrays["chunk"]
+        found = list(pool.map(partial(_read_arrays, folder, columns=("source", "chunk")), names))
+        places = _find_places(found)
+        arrays = {name: np.empty(0, kind) for name, kind in NUMBERS.items()} | {"sha256": np.empty((0, 32), np.uint8)}
+        count = sum(int((own >= 0).sum()) for own in places)
+        arrays |= {name: np.empty((count, *arrays[name].shape[1:]), arrays[name].dtype) for name in columns}
+
+        def fill(name: str, own: np.ndarray) -> None:
+            """Put the columns of a file to their places: nothing but them is in memory."""
+            for column, values in _read_arrays(folder, name, tuple(columns)).items():
+                arrays[column][own[own >= 0]] = values[own >= 0]
+
+        list(pool.map(fill, names, places))
+    return Index(**arrays)
+
+
+def _find_places(found: list[dict[str, np.ndarray]]) -> list[np.ndarray]:
+    """Return the places in an index of the parts in each file, -1 for those that a later record replaces."""
+    if not found:
+        return []
+    source, chunk = (np.concatenate([each[name] for each in found]) for name in ("source", "chunk"))
     order = np.lexsort((chunk, source))  # stable: later records stay behind earlier ones
     source, chunk = source[order], chunk[order]
-    is_last = np.append((source[1:] != source[:-1]) | (chunk[1:] != chunk[:-1]), np.ones(min(len(source), 1), bool))
-    order = order[is_last]
-    for name in arrays:
-        arrays[name] = arrays[name][order] if len(arrays[name]) else arrays[name]
-    return Index(**arrays)
+    is_last = np.append((source[1:] != source[:-1]) | (chunk[1:] != chunk[:-1]), True)
+    places = np.full(len(order), -1, np.int32)
+    places[order[is_last]] = np.arange(is_last.sum())
+    return np.split(places, np.cumsum([len(each["source"]) for each in found])[:-1])
 
 
 def check_parts(folder: Folder, entry: Mapping[str, Any]) -> Index:
