@@ -92,7 +92,7 @@ def compile_modules(modules: Mapping[str, Any]) -> None:
     """
     for name, module in modules.items():
         for part in unet_blocks(module) if name == "unet" else [module]:
-            part.compile()
+            part.compile(dynamic=False)  # blocks share code, and inductor fails on their sizes as symbols
 
 
 def count_shards(sharding: str, world_size: int, local_world_size: int) -> int:
